@@ -2,13 +2,14 @@
 
 A folder's adapter is adapter_config.json and adapter_model.safetensors. For each of its modules, `lora_A`
 `[rank, in]` and `lora_B` `[out, rank]` change the matrix `W` `[out, in]` to `W + scale B A`. The scale is
-`lora_alpha / rank`, or `lora_alpha / sqrt(rank)` with `use_rslora`. Modules of `modules_to_save` are stored whole.
+`lora_alpha / rank`, or `lora_alpha / sqrt(rank)` with `use_rslora`; a bias of `lora_B` has the same scale. Modules of
+`modules_to_save`, biases that were trained (`bias`) and embeddings beside their factors are stored whole.
 """
 
 import math
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter_model.safetensors"
 FACTOR_PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.*)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.weight)?$")
+_FACTOR_BIAS = ".lora_B.bias"
 
 # Keys that say how an adapter was trained, or which of a model's modules it has. Its arrays say the latter, too.
 _WITHOUT_EFFECT = (
@@ -47,6 +49,8 @@ _WITHOUT_EFFECT = (
     "runtime_config",
     "qalora_group_size",
     "ensure_weight_tying",
+    "bias",
+    "lora_bias",
 )
 
 
@@ -55,7 +59,6 @@ class Adapter:
 
     Attributes:
         path: its file of arrays.
-        names: the names of the model's arrays that it changes.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -69,7 +72,6 @@ class Adapter:
         keys = ConfigKeys(read_json(where), str(where))
         keys.ignore(*_WITHOUT_EFFECT)
         keys.only("peft_type", "LORA")
-        keys.only("bias", "none")
         # Other ways to begin change the model's matrices, so that the adapter alone is not the difference.
         keys.only("init_lora_weights", True, False, None, "gaussian", "orthogonal", "eva")
         self._rank: int = keys.take("r", PositiveInteger)
@@ -82,20 +84,44 @@ class Adapter:
         self._arrays = open_safetensors(self.path)
         self._factors: dict[str, dict[str, str]] = {}
         self._whole: dict[str, str] = {}
+        self._biases: dict[str, str] = {}
         for name in self._arrays.keys():  # noqa: SIM118 (not a mapping)
             if not name.startswith(FACTOR_PREFIX):
                 raise ValueError(f"{self.path}: {name} is there, expected names that begin with {FACTOR_PREFIX}")
-            found = _FACTOR.match(name.removeprefix(FACTOR_PREFIX))
-            if found is None:
-                self._whole[name.removeprefix(FACTOR_PREFIX)] = name
-            else:
+            target = name.removeprefix(FACTOR_PREFIX)
+            found = _FACTOR.match(target)
+            if found is not None:
                 self._factors.setdefault(f"{found['module']}.weight", {})[found["side"]] = name
+            elif target.endswith(_FACTOR_BIAS):
+                self._biases[target.removesuffix(_FACTOR_BIAS) + ".bias"] = name
+            else:
+                module, _, variable = target.rpartition(".")
+                self._whole[f"{module.removesuffix('.base_layer')}.{variable}"] = name
         for target, factors in self._factors.items():
             if len(factors) < 2:
                 raise ValueError(
                     f"{self.path}: {target} has {next(iter(factors.values()))} alone, expected two factors"
                 )
-        self.names = frozenset(self._factors) | frozenset(self._whole)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the model's arrays that it changes."""
+        return frozenset(self._factors) | frozenset(self._whole) | frozenset(self._biases)
+
+    def rename(self, present: Container[str], prefixes: Sequence[str]) -> None:
+        """Takes other prefixes for arrays that are not present under the adapter's.
+
+        Args:
+            present: names of the model's arrays.
+            prefixes: that stand for each other: modules in memory may be called otherwise than arrays in files.
+        """
+        kinds: tuple[dict[str, Any], ...] = (self._factors, self._whole, self._biases)
+        for targets in kinds:
+            for target in [target for target in targets if target not in present]:
+                rest = [target.removeprefix(prefix) for prefix in prefixes if target.startswith(prefix)]
+                names = (prefix + ending for ending in rest for prefix in prefixes)
+                name = next((name for name in names if name in present), target)
+                targets[name] = targets.pop(target)
 
     def apply(self, name: str, array: np.ndarray) -> np.ndarray:
         """The model's array of this name with its change, in the same dtype.
@@ -105,7 +131,14 @@ class Adapter:
         """
         if name in self._whole:
             whole = self._arrays.get_tensor(self._whole[name])
-            return self._of_shape(name, whole, array).astype(array.dtype)
+            array = self._of_shape(name, whole, array).astype(array.dtype)
+        if name in self._biases:
+            change = self._of_shape(name, self._arrays.get_tensor(self._biases[name]), array).astype(np.float32)
+            weight = f"{name.removesuffix('.bias')}.weight"
+            if weight not in self._factors:
+                raise ValueError(f"{self.path}: {self._biases[name]} is alone, expected factors of {weight}")
+            rank = self._arrays.get_slice(self._factors[weight]["A"]).get_shape()[0]
+            array = (array.astype(np.float32) + self._scale(self._biases[name], rank) * change).astype(array.dtype)
         if name not in self._factors:
             return array
         # The factors of an embedding [V, D] are A [rank, V] and B [D, rank]: its change is transposed.
@@ -118,14 +151,16 @@ class Adapter:
         if is_embedding:
             left, right = right.T, left.T
         self._of_shape(name, np.broadcast_to(0, (left.shape[0], right.shape[1])), array)
-        return with_low_rank(array, left, right, self._scale(name.removesuffix(".weight"), left.shape[1]))
+        return with_low_rank(array, left, right, self._scale(self._factors[name]["A"], left.shape[1]))
 
     def _of_shape(self, name: str, change: np.ndarray, array: np.ndarray) -> np.ndarray:
         if change.shape != array.shape:
             raise ValueError(f"{self.path}: {name} has shape {list(change.shape)}, expected {list(array.shape)}")
         return change
 
-    def _scale(self, module: str, rank: int) -> float:
+    def _scale(self, stored: str, rank: int) -> float:
+        """The factor of a change, from the name of one of its arrays in the adapter's file."""
+        module = stored.removeprefix(FACTOR_PREFIX).rpartition(".lora_")[0]
         expected = _of_pattern(self._ranks, module, self._rank)
         if rank != expected:
             raise ValueError(f"{self.path}: {module} has rank {rank}, expected {expected} as {ADAPTER_CONFIG} says")

@@ -31,7 +31,15 @@ _WITHOUT_EFFECT = frozenset(_NAMES.split())
 class ConfigKeys:
     """The keys of a config.json, with a record of the keys that were read."""
 
-    def __init__(self, values: Mapping[str, Any], where: str, ignored: Sequence[str] = (), *, held: Held | None = None):
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str,
+        ignored: Sequence[str] = (),
+        *,
+        held: Held | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ):
         """Wraps keys.
 
         Args:
@@ -39,8 +47,10 @@ class ConfigKeys:
             where: the file's name, for error messages.
             ignored: keys that may stay unread, in this object and in nested ones.
             held: what the weight files hold; None where there are none.
+            defaults: values of missing keys that are required otherwise.
         """
         self.values = values
+        self.defaults = defaults or {}
         self.held = held
         self.where = where
         self.ignored = ignored
@@ -57,16 +67,17 @@ class ConfigKeys:
         Args:
             name: the key.
             annotation: the type of the value, as in fields of configurations, such as `PositiveInteger | None`.
-            default: the value of a missing key; `...` if the key is required.
+            default: the value of a missing key; `...` for that in `defaults`, and without one the key is required.
 
         Raises:
             ValueError: the key is missing, or its value is not of the type, or more than the weight files hold.
         """
         self._left.discard(name)
-        if name not in self.values and default is not ...:
-            return default
         if name not in self.values:
-            raise ValueError(f"{self.where}: {name} is missing")
+            default = self.defaults.get(name, ...) if default is ... else default
+            if default is ...:
+                raise ValueError(f"{self.where}: {name} is missing")
+            return default
         value = self.values[name]
         check_value(self.where, name, value, annotation)
         if self.held is not None:
@@ -102,6 +113,11 @@ class ConfigKeys:
             raise ValueError(f"{self.where}: {name} is {json.dumps(value)}, expected {known}")
         return choices[value]
 
+    def named(self, *names: str) -> str:
+        """The first of several names of one key that the file has; the last if it has none. All count as read."""
+        self.ignore(*names)
+        return next((name for name in names if name in self.values), names[-1])
+
     def only(self, name: str, *allowed: Any) -> None:
         """Raises ValueError unless the key is missing or has one of the allowed values."""
         self._left.discard(name)
@@ -114,9 +130,9 @@ class ConfigKeys:
         """The keys of the object at a key; no keys if the object is null or missing."""
         return self.nested(name, self.take(name, dict | None, None) or {})
 
-    def nested(self, name: str, values: Mapping[str, Any]) -> "ConfigKeys":
+    def nested(self, name: str, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> "ConfigKeys":
         """The keys of an object that belongs to key `name`. `finish` refuses its unread keys with this object's."""
-        inner = ConfigKeys(values, f"{self.where}: {name}", self.ignored, held=self.held)
+        inner = ConfigKeys(values, f"{self.where}: {name}", self.ignored, held=self.held, defaults=defaults)
         self._nested.append(inner)
         return inner
 

@@ -4,7 +4,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,7 @@ class WeightFiles:
             adapter_folder: the folder that may have an adapter; None for the model's.
 
         Raises:
-            ValueError: a file is missing or damaged, the index and the files do not agree, or the adapter is not of
-                this model.
+            ValueError: a file is missing or damaged, or the index and the files do not agree.
         """
         self.folder = folder
         self.adapter = folder_adapter(folder if adapter_folder is None else adapter_folder)
@@ -62,17 +61,39 @@ class WeightFiles:
             found = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHTS)
             instead = f", and not {found[0]}" if found else ""
             raise ValueError(f"{folder}: expected {SINGLE}, or shards and {INDEX}{instead}")
+        self._stored_as: dict[str, str] = {}
         self._files = {name: open_safetensors(file_within(folder, name, index)) for name in names}
         self.shards = {array: name for name, file in self._files.items() for array in file.keys()}  # noqa: SIM118
         self.shapes = {array: tuple(self._slice(array).get_shape()) for array in self.shards}
-        if self.adapter is not None and (strange := sorted(self.adapter.names - self.shapes.keys())):
-            raise ValueError(f"{self.adapter.path}: it changes {strange[0]}, expected names of the model's arrays")
         for array in sorted(listed.keys() | self.shards.keys()) if listed else ():
             if listed.get(array) != self.shards.get(array):
                 raise ValueError(
                     f"{index}: {array} is in {self.shards.get(array, 'no file')}, expected it in "
                     f"{listed.get(array, 'none, as in the index')}"
                 )
+
+    def fit_adapter(self, prefixes: Sequence[str], tied: tuple[str, str] | None) -> None:
+        """Fits the adapter to the names of the folder's arrays.
+
+        An adapter changes the embedding or the head of a model that ties the two, and not the other: PEFT holds them
+        apart then. The array that the files have once counts as both.
+
+        Args:
+            prefixes: of names, which stand for each other.
+            tied: the names of embedding and head, of which a file may have one for both.
+
+        Raises:
+            ValueError: the adapter is not of this model.
+        """
+        if self.adapter is None:
+            return
+        self.adapter.rename(self.shapes, prefixes)
+        for name, other in (tied, tied[::-1]) if tied else ():
+            if name in self.shapes and other not in self.shapes and not self.adapter.names.isdisjoint(tied or ()):
+                self._stored_as[other] = name
+                self.shards[other], self.shapes[other] = self.shards[name], self.shapes[name]
+        if strange := sorted(self.adapter.names - self.shapes.keys()):
+            raise ValueError(f"{self.adapter.path}: it changes {strange[0]}, expected names of the model's arrays")
 
     @staticmethod
     def _weight_map(index: pathlib.Path) -> dict[str, str]:
@@ -100,11 +121,11 @@ class WeightFiles:
 
     def read(self, name: str) -> np.ndarray:
         """An array, in host memory."""
-        array = self._files[self.shards[name]].get_tensor(name)
+        array = self._files[self.shards[name]].get_tensor(self._stored_as.get(name, name))
         return array if self.adapter is None else self.adapter.apply(name, array)
 
     def _slice(self, name: str) -> Any:
-        return self._files[self.shards[name]].get_slice(name)
+        return self._files[self.shards[name]].get_slice(self._stored_as.get(name, name))
 
 
 def shard_names(sizes: Mapping[str, int]) -> dict[str, str]:
@@ -149,14 +170,14 @@ def write_arrays(
         folder: the folder to write into.
         shards: the file of each array.
         arrays_of: from names to arrays; called once for each file.
-        index: an existing index of the same arrays in the same files, which is copied; None to write one.
+        index: an existing index, which is copied if it is of the same arrays in the same files; None to write one.
     """
     total = 0
     for file in sorted(set(shards.values())):
         arrays = dict(arrays_of([name for name, shard in shards.items() if shard == file]))
         total += sum(array.nbytes for array in arrays.values())
         write_file(folder / file, arrays)
-    if index is not None and index.exists():
+    if index is not None and index.exists() and read_json(index).get("weight_map") == shards:
         shutil.copyfile(index, folder / INDEX)
     elif set(shards.values()) != {SINGLE}:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(shards)})

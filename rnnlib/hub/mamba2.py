@@ -257,6 +257,7 @@ MAMBA2 = Family(
     layer_rows=LAYER_ROWS,
     layer_prefix="backbone.layers.{}.",
     prefixes=("backbone.",),
+    defaults={"vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64},
 )
 
 MAMBA2_FLA = dataclasses.replace(
@@ -265,4 +266,5 @@ MAMBA2_FLA = dataclasses.replace(
     matches=lambda values: values.get("model_type") == "mamba2" and "norm_eps" in values,
     read=_read_fla,
     write=_write_fla,
+    defaults={"vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 48},
 )

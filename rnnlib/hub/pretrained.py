@@ -18,7 +18,7 @@ from rnnlib.hub.families import FAMILIES, family_of
 from rnnlib.hub.files import INDEX, WeightFiles, other_files, replace_folder, shard_names, write_arrays
 from rnnlib.hub.names import local_folder
 from rnnlib.hub.special_tokens import TOKENIZER, TOKENIZER_CONFIG, copy_templates, folder_tokenizer
-from rnnlib.hub.weight_mapping import SAVED, Family, Match, match_rows, stored_twice
+from rnnlib.hub.weight_mapping import EMBEDDING, SAVED, Family, Match, match_rows, stored_twice, tied_names
 from rnnlib.models.config import DtypeName, ModelConfig
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.mixers import ATTENTION
@@ -28,7 +28,6 @@ from rnnlib.models.weights import Held
 from rnnlib.tokenizers import FileTokenizer, Tokenizer
 
 CONFIG = "config.json"
-EMBEDDING = "embedding"
 
 
 class Source(NamedTuple):
@@ -179,6 +178,8 @@ def _read_folder(
     files = WeightFiles(folder, given)
     held = Held.of(files.shapes.values())
     config = read_config(family, values, str(folder / CONFIG), ignore_keys, held=held)
+    if files.adapter is not None:
+        files.fit_adapter(family.prefixes, tied_names(family, abstract_model(config), files.shapes))
     untied = _has_head_of_its_own(family, config, files)
     stored = _stored_dtype(values, files)
     config = config.replace(dtype=stored, param_dtype=stored, tie_embeddings=config.tie_embeddings and not untied)
@@ -274,7 +275,7 @@ def read_config(
     Raises:
         ValueError: a key is missing, unknown or has an unsupported value.
     """
-    keys = ConfigKeys(values, where, ignored, held=held)
+    keys = ConfigKeys(values, where, ignored, held=held, defaults=family.defaults)
     try:
         config = family.read(keys)
         abstract_model(config)

@@ -24,6 +24,7 @@ from rnnlib.models.variables import values_by_column
 
 # The variables that files contain: all except the state of random streams.
 SAVED = nnx.Not(nnx.RngState)
+EMBEDDING = "embedding"
 
 
 class Row(NamedTuple):
@@ -95,6 +96,7 @@ class Family:
         has_more_layers: whether files may have layers behind the model's last, which predict further tokens and are
             unused, too.
         matches: whether the values of a config.json are of this family; None is by their `model_type`, the name.
+        defaults: the published class's values of sizes that a config.json may lack.
     """
 
     name: str
@@ -110,6 +112,7 @@ class Family:
     unused: tuple[str, ...] = ()
     has_more_layers: bool = False
     matches: Callable[[Mapping[str, Any]], bool] | None = None
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def is_of(self, values: Mapping[str, Any]) -> bool:
         """Whether the values of a config.json are of this family."""
@@ -257,6 +260,17 @@ def stored_twice(
             elif not candidate.copy:
                 first.setdefault(path, name)
     return found
+
+
+def tied_names(family: Family, model: DecoderLM, present: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The names of the embedding and of the head, for a model whose file may have both for one variable."""
+    names = set(present)
+    rows = list(_full_rows(family, model, {}, _prefix(family, names), names))
+    for copy in (given for given in rows if given.copy and len(given.ours) == 1):
+        for given in rows:
+            if not given.copy and given.ours == copy.ours == (EMBEDDING,) and given.theirs[0] in names:
+                return given.theirs[0], copy.theirs[0]
+    return None
 
 
 def _fits(match: Match, variables: Mapping[str, Any], present: Mapping[str, tuple[int, ...]]) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from flax import nnx
 
 from rnnlib.hub import load_pretrained, save_pretrained
 from rnnlib.models import DecoderLM, ModelConfig
+from tests.hub.test_golden import GOLDEN
 
 CONFIG = ModelConfig(20, width=16, num_layers=1, num_heads=2, mixers=("gated_deltanet",), mlp_width=8)
 QUERY, HEAD, EMBEDDING = "model.layers.0.attn.q_proj", "lm_head", "model.embeddings"
@@ -126,3 +128,79 @@ def test_an_adapter_alone_names_its_model(tmp_path):
         (alone / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": name}))
         with pytest.raises(ValueError, match=message):
             load_pretrained(alone)
+
+
+WHOLE = RANDOM.normal(size=(20, 16)).astype(np.float32)
+OF_EMBEDDING = {
+    f"base_model.model.{EMBEDDING}.lora_embedding_A": RANDOM.normal(size=(2, 20)).astype(np.float32),
+    f"base_model.model.{EMBEDDING}.lora_embedding_B": RANDOM.normal(size=(16, 2)).astype(np.float32),
+    f"base_model.model.{EMBEDDING}.base_layer.weight": WHOLE,  # PEFT stores it beside the factors
+}
+
+
+@pytest.mark.parametrize(
+    ("factors", "embedding", "head"),
+    [
+        ({f"base_model.model.{EMBEDDING}.weight": WHOLE}, WHOLE, None),
+        ({f"base_model.model.{HEAD}.weight": WHOLE}, None, WHOLE),
+        ({f"base_model.model.{name}.weight": WHOLE for name in (EMBEDDING, HEAD)}, WHOLE, WHOLE),
+        (OF_EMBEDDING, WHOLE + 1.5 * (OF_EMBEDDING[list(OF_EMBEDDING)[1]] @ next(iter(OF_EMBEDDING.values()))).T, None),
+    ],
+    ids=["embedding", "head", "both", "factors"],
+)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_an_adapter_of_a_tied_model_changes_what_it_names_alone(factors, embedding, head, is_sharded, tmp_path):
+    folder = tmp_path / "model"
+    model = DecoderLM(CONFIG.replace(tie_embeddings=True), rngs=nnx.Rngs(0))
+    save_pretrained(model, folder, family="gated_deltanet")
+    if is_sharded:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        arrays = safetensors.numpy.load_file(folder / "model-00001-of-00001.safetensors")
+        index = {"weight_map": dict.fromkeys(arrays, "model-00001-of-00001.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "adapter_config.json").write_text(json.dumps(SETTINGS))
+    safetensors.numpy.save_file(factors, folder / "adapter_model.safetensors")
+    before = np.asarray(model.embedding[...])
+    adapted = load_pretrained(folder)
+    assert adapted.model.config.tie_embeddings == (embedding is head)
+    save_pretrained(adapted, tmp_path / "written")
+    for read in (adapted, load_pretrained(tmp_path / "written")):
+        found = read.model.embedding[...]
+        np.testing.assert_allclose(found, before if embedding is None else embedding, rtol=1e-5, atol=1e-5)
+        found = read.model.embedding[...] if read.model.config.tie_embeddings else read.model.head[...]
+        np.testing.assert_allclose(found, before if head is None else head, rtol=1e-6)
+
+
+def test_biases_that_were_trained_and_biases_of_factors(tmp_path):
+    attention = {"attention": {"use_bias": True}}
+    config = CONFIG.replace(mixers=("gated_deltanet", "attention"), num_layers=2, mixer_overrides=attention)
+    query = "base_model.model.model.layers.1.attn.q_proj"
+    stored, change = RANDOM.normal(size=(2, 16)).astype(np.float32)
+    a, b = FACTORS.values()
+    factors = {f"{query}.lora_A.weight": a, f"{query}.lora_B.weight": b, f"{query}.lora_B.bias": change}
+    factors |= {f"{query}.base_layer.bias": stored}
+    save_pretrained(DecoderLM(config, rngs=nnx.Rngs(0)), tmp_path / "model", family="gated_deltanet")
+    settings = SETTINGS | {"bias": "lora_only", "lora_bias": True}
+    (tmp_path / "model" / "adapter_config.json").write_text(json.dumps(settings))
+    safetensors.numpy.save_file(factors, tmp_path / "model" / "adapter_model.safetensors")
+    after, before = written(tmp_path / "model", tmp_path)
+    name = "model.layers.1.attn.q_proj"
+    assert changed(after, before) == {f"{name}.weight", f"{name}.bias"}
+    np.testing.assert_allclose(after[f"{name}.bias"], stored + 1.5 * change, rtol=1e-6, atol=1e-6)
+
+
+def test_prefixes_of_modules_in_memory_stand_for_those_of_the_file(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDEN / "nemotron_h/plain", folder)
+    names = safetensors.numpy.load_file(folder / "model.safetensors")
+    name = next(name for name in names if name.endswith("mixer.out_proj.weight"))
+    outputs, inputs = names[name].shape
+    # transformers calls `backbone.` of the file `model.`, and PEFT's names are of its modules.
+    module = "base_model.model.model." + name.removeprefix("backbone.").removesuffix(".weight")
+    factors = {f"{module}.lora_A.weight": np.ones((2, inputs), np.float32)}
+    factors |= {f"{module}.lora_B.weight": np.ones((outputs, 2), np.float32)}
+    (folder / "adapter_config.json").write_text(json.dumps(SETTINGS))
+    safetensors.numpy.save_file(factors, folder / "adapter_model.safetensors")
+    after, before = written(folder, tmp_path)
+    assert changed(after, before) == {name}
+    np.testing.assert_allclose(after[name], before[name] + 3.0, rtol=1e-5)

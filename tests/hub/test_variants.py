@@ -7,7 +7,7 @@ from flax import nnx
 
 from rnnlib.hub import load_pretrained, save_pretrained
 from rnnlib.hub.config_equivalence import difference
-from rnnlib.hub.config_reader import read_json
+from rnnlib.hub.config_reader import ConfigKeys, read_json
 from rnnlib.hub.families import family_of
 from rnnlib.hub.pretrained import read_config
 from rnnlib.models import DecoderLM
@@ -60,6 +60,7 @@ VARIANTS = {
         {"q_lora_rank": 6, "attention_bias": True, "kda_safe_gate": False},
         {"num_expert_group": 1, "topk_group": 1, "mlp_layer_types": ["dense"] * 3, "kda_lower_bound": -3.0},
         {"layer_types": None, "mlp_layer_types": None, "num_experts_per_token": None, "num_experts_per_tok": 3},
+        {"layer_types": ["full_attention"] * 3},
     ],
     "gated_deltaproduct/plain": [
         {"num_householder": 3, "use_forget_gate": False, "allow_neg_eigval": False, "use_output_gate": False},
@@ -117,3 +118,78 @@ def test_what_is_not_served_is_named(name, keys, message):
     with pytest.raises(ValueError, match=message) as error:
         read_config(family, values, "config.json")
     assert str(error.value).startswith("config.json: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "other"),
+    [
+        ("kimi_linear/moe", "num_experts", "num_local_experts"),
+        ("kimi_linear/moe", "num_experts_per_token", "num_experts_per_tok"),
+        ("kimi_linear/moe", "num_expert_group", "n_group"),
+        ("kimi_linear/moe", "moe_renormalize", "norm_topk_prob"),
+        ("kimi_linear/moe", "num_shared_experts", "n_shared_experts"),
+        ("bailing_hybrid/plain", "num_experts", "num_local_experts"),
+        ("bailing_hybrid/plain", "moe_renormalize", "norm_topk_prob"),
+        ("granitemoehybrid/plain", "layer_types", "layers_block_type"),
+        ("nemotron_h/plain", "layers_block_type", "layer_types"),
+        ("nemotron_h/plain", "n_routed_experts", "num_local_experts"),
+        ("nemotron_h/plain", "conv_kernel", "mamba_d_conv"),
+    ],
+)
+def test_a_key_has_all_names_that_its_published_class_reads(name, key, other):
+    values = read_json(GOLDEN / name / "config.json")
+    family = family_of(values, "config.json")
+    given = values.pop(key, values.pop(other, None))
+    if isinstance(given, bool):
+        given = not given  # not the default
+    assert given is not None
+    canonical, renamed = (read_config(family, values | {spelled: given}, "config.json") for spelled in (key, other))
+    assert renamed == canonical
+
+
+def test_older_words_for_types_of_layers_are_read_in_every_family():
+    values = read_json(GOLDEN / "qwen3_next/moe/config.json")
+    words = {"linear_attention": "mamba", "full_attention": "attention"}
+    family = family_of(values, "config.json")
+    older = values | {"layer_types": [words[kind] for kind in values["layer_types"]]}
+    assert read_config(family, older, "config.json") == read_config(family, values, "config.json")
+
+
+# What a config.json that names only its type has in transformers 5.24 and flash-linear-attention 0.6.0.
+@pytest.mark.parametrize(
+    ("kind", "vocabulary", "width", "layers", "heads"),
+    [
+        ("qwen3_next", 151936, 2048, 48, 2),
+        ("qwen3_5_text", 248320, 4096, 32, 4),
+        ("qwen3_5_moe_text", 248320, 2048, 40, 2),
+        ("olmo_hybrid", 100352, 3840, 32, 30),
+        ("lara_mini", 151936, 1024, 34, 4),
+        ("bamba", 128000, 4096, 32, 8),
+        ("granitemoehybrid", 32000, 4096, 32, 32),
+        ("falcon_h1", 128000, 4096, 32, 8),
+        ("kimi_linear", 163840, 2304, 27, 32),
+        ("bailing_hybrid", 157184, 2560, 42, 32),
+        ("transformer", 32000, 2048, 24, 32),
+    ],
+)
+def test_missing_sizes_are_those_of_the_published_class(kind, vocabulary, width, layers, heads):
+    family = family_of({"model_type": kind}, "config.json")
+    config = family.read(ConfigKeys({"model_type": kind}, "config.json", defaults=family.defaults))
+    assert (config.vocabulary_size, config.width, config.num_layers) == (vocabulary, width, layers)
+    options = [entry for name, entry in config.mixer_overrides if name.endswith("attention")]
+    given = dict(options[0])
+    assert given.get("key_heads", given["num_heads"]) == heads
+
+
+def test_olmo_hybrid_derives_missing_sizes_as_its_class_does():
+    values = read_json(GOLDEN / "olmo_hybrid/nope/config.json")
+    for key in ("layer_types", "linear_key_head_dim", "linear_value_head_dim"):
+        values.pop(key)
+    values |= {"num_hidden_layers": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    config = read_config(family_of(values, "config.json"), values, "config.json")
+    assert config.layer_mixers == ("gated_deltanet", "attention")
+    delta = dict(dict(config.mixer_overrides)["gated_deltanet"])
+    size = int(0.75 * values["hidden_size"] / 2)
+    assert (delta["key_head_dim"], delta["value_head_dim"]) == (size, 2 * size)
+    with pytest.raises(ValueError, match="full_attention_interval is 2, expected no such key"):
+        read_config(family_of(values, "config.json"), values | {"full_attention_interval": 2}, "config.json")

@@ -40,4 +40,14 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     }
 
 
-COMBA = fla_family("comba", "comba", "CombaForCausalLM", rows=ROWS, read=_read, write=_write)
+COMBA = fla_family(
+    "comba",
+    "comba",
+    "CombaForCausalLM",
+    rows=ROWS,
+    read=_read,
+    write=_write,
+    num_heads=6,
+    head_dim=256,
+    num_hidden_layers=21,
+)

@@ -30,6 +30,9 @@ _WITHOUT_EFFECT = (
     "elementwise_affine",  # families in which this key has an effect read it first
 )
 
+# Sizes of a file that lacks them.
+DEFAULTS = {"vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24}
+
 ROWS = (
     row("model.embeddings.weight", "embedding"),
     row("model.norm.weight", "norm.scale"),
@@ -76,6 +79,7 @@ def fla_family(
     mixers: tuple[str, ...] = (),
     hidden_ratio: float | int = 4,
     unused: tuple[str, ...] = (),
+    **defaults: int,
 ) -> Family:
     """A family of flash-linear-attention.
 
@@ -89,6 +93,7 @@ def fla_family(
         mixers: further presets that are written as this family.
         hidden_ratio: the default of the key `hidden_ratio`.
         unused: as in `Family`.
+        defaults: as in `Family`, where they differ from those of most classes.
     """
 
     def read_config(keys: ConfigKeys) -> ModelConfig:
@@ -125,6 +130,7 @@ def fla_family(
         rows=ROWS,
         layer_rows=lambda block: by_mixer(BLOCK, rows(block) if callable(rows) else rows, ATTENTION)(block),
         unused=unused,
+        defaults=DEFAULTS | defaults,
     )
 
 

@@ -66,4 +66,6 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     }
 
 
-DELTA_NET = fla_family("delta_net", "deltanet", "DeltaNetForCausalLM", rows=ROWS, read=_read, write=_write)
+DELTA_NET = fla_family(
+    "delta_net", "deltanet", "DeltaNetForCausalLM", rows=ROWS, read=_read, write=_write, num_heads=16
+)

@@ -4,7 +4,7 @@ from typing import Any
 
 from rnnlib.hub.config_equivalence import sized_mixer
 from rnnlib.hub.config_reader import ConfigKeys
-from rnnlib.hub.fla.common import ATTENTION, BLOCK, ROWS, read_block, write_block
+from rnnlib.hub.fla.common import ATTENTION, BLOCK, DEFAULTS, ROWS, read_block, write_block
 from rnnlib.hub.weight_mapping import Family, linear
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.models.config import ModelConfig
@@ -69,4 +69,5 @@ FORGETTING_TRANSFORMER = Family(
         *linear("attn.f_proj", "mixer.input_projection.forget_gate"),
         *linear("attn.g_proj", "mixer.input_projection.output_gate"),
     ),
+    defaults=DEFAULTS | {"num_heads": 32},
 )

@@ -39,4 +39,7 @@ GATED_DELTANET = fla_family(
     read=_read,
     write=_write,
     unused=("model.layers.*.attn.D",),  # in older files (before March 2025)
+    num_heads=6,
+    head_dim=256,
+    num_hidden_layers=21,
 )

@@ -57,4 +57,7 @@ GATED_DELTAPRODUCT = fla_family(
     read=_read,
     write=_write,
     mixers=("deltaproduct",),
+    num_heads=6,
+    head_dim=256,
+    num_hidden_layers=21,
 )

@@ -136,4 +136,4 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     }
 
 
-GLA = fla_family("gla", "gla", "GLAForCausalLM", rows=_rows, read=_read, write=_write)
+GLA = fla_family("gla", "gla", "GLAForCausalLM", rows=_rows, read=_read, write=_write, num_heads=4)

@@ -38,7 +38,7 @@ def _read(keys: ConfigKeys, width: int) -> Options:
         **sizes,
         **filters,
         "feature_map": keys.one_of("feature_map", _FEATURE_MAPS, "swish"),
-        "solve.num_slots": keys.size("num_slots", sizes["key_head_dim"]),
+        "solve.num_slots": keys.size("num_slots", sizes["key_head_dim"] if "num_slots" in keys else 64),
         "decay.divisor": float(keys.number("gate_logit_normalizer", 8)),
         "output_projection.eps": _EPS,
     }
@@ -59,4 +59,4 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     }
 
 
-GSA = fla_family("gsa", "gsa", "GSAForCausalLM", rows=ROWS, read=_read, write=_write)
+GSA = fla_family("gsa", "gsa", "GSAForCausalLM", rows=ROWS, read=_read, write=_write, num_heads=4)

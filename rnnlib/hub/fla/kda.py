@@ -48,4 +48,4 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     }
 
 
-KDA = fla_family("kda", "kda", "KDAForCausalLM", rows=ROWS, read=_read, write=_write)
+KDA = fla_family("kda", "kda", "KDAForCausalLM", rows=ROWS, read=_read, write=_write, num_heads=16, head_dim=128)

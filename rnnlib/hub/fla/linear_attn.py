@@ -75,5 +75,11 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
 
 
 LINEAR_ATTN = fla_family(
-    "linear_attn", "linear_attention", "LinearAttentionForCausalLM", rows=ROWS, read=_read, write=_write
+    "linear_attn",
+    "linear_attention",
+    "LinearAttentionForCausalLM",
+    rows=ROWS,
+    read=_read,
+    write=_write,
+    num_heads=4,
 )

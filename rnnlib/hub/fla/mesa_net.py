@@ -59,4 +59,6 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     }
 
 
-MESA_NET = fla_family("mesa_net", "mesanet", "MesaNetForCausalLM", rows=ROWS, read=_read, write=_write)
+MESA_NET = fla_family(
+    "mesa_net", "mesanet", "MesaNetForCausalLM", rows=ROWS, read=_read, write=_write, num_heads=16, head_dim=128
+)

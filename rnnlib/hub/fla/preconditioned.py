@@ -105,7 +105,17 @@ PRECOND_GATED_DELTANET = fla_family(
     rows=GATED_ROWS,
     read=_read_gated,
     write=_write_gated,
+    num_heads=6,
+    head_dim=256,
+    num_hidden_layers=21,
 )
 PRECOND_KDA = fla_family(
-    "precond_kda", "pkda", "PrecondKDAForCausalLM", rows=KDA_ROWS, read=_read_kda, write=_write_kda
+    "precond_kda",
+    "pkda",
+    "PrecondKDAForCausalLM",
+    rows=KDA_ROWS,
+    read=_read_kda,
+    write=_write_kda,
+    num_heads=16,
+    head_dim=128,
 )

@@ -32,4 +32,6 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     return {**write_sizes(mixer, width), **write_feature_map(mixer), **write_output_projection(mixer)}
 
 
-RETNET = fla_family("retnet", "retnet", "RetNetForCausalLM", rows=_rows, read=_read, write=_write, hidden_ratio=2)
+RETNET = fla_family(
+    "retnet", "retnet", "RetNetForCausalLM", rows=_rows, read=_read, write=_write, hidden_ratio=2, num_heads=8
+)

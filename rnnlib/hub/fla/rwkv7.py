@@ -149,4 +149,5 @@ RWKV7_FAMILY = Family(
     rows=ROWS,
     layer_rows=_rows,
     blocks_per_layer=2,
+    defaults={"vocab_size": 32000},
 )

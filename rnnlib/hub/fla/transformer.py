@@ -4,7 +4,16 @@ from typing import Any
 
 from rnnlib.hub.config_equivalence import sized_mixer
 from rnnlib.hub.config_reader import ConfigKeys
-from rnnlib.hub.fla.common import ATTENTION, BLOCK, ROWS, attention_keys, attention_options, read_block, write_block
+from rnnlib.hub.fla.common import (
+    ATTENTION,
+    BLOCK,
+    DEFAULTS,
+    ROWS,
+    attention_keys,
+    attention_options,
+    read_block,
+    write_block,
+)
 from rnnlib.hub.weight_mapping import Family
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.models.config import ModelConfig
@@ -50,4 +59,5 @@ TRANSFORMER = Family(
     write=_write,
     rows=ROWS,
     layer_rows=(*BLOCK, *ATTENTION),
+    defaults=DEFAULTS | {"num_heads": 32},
 )

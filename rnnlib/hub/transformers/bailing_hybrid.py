@@ -86,11 +86,6 @@ _WITHOUT_EFFECT = (
 )
 
 
-def _first(keys: ConfigKeys, *names: str) -> str:
-    """The first of several names of a key that the file has; the last if it has none."""
-    return next((name for name in names if name in keys), names[-1])
-
-
 def _read(keys: ConfigKeys) -> ModelConfig:
     keys.ignore(*_WITHOUT_EFFECT)
     model = read_model(keys) | {"tie_embeddings": False}
@@ -103,7 +98,7 @@ def _read(keys: ConfigKeys) -> ModelConfig:
         raise ValueError(f"{keys.where}: linear_num_heads is {found}, expected num_attention_heads = {heads}")
     every = keys.size("layer_group_size", 6)
     pattern = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
-    mixers = read_layer_types(keys, _MIXERS, pattern=pattern)
+    mixers = read_layer_types(keys, _MIXERS, pattern)
     # transformers writes `head_dim` as that of the rotated channels, and the delta rule's beside it.
     size = keys.size("head_dim", 128)
     size = keys.size("linear_head_dim", size)
@@ -155,18 +150,18 @@ def _read_experts(keys: ConfigKeys) -> Experts:
     width = keys.size("moe_intermediate_size", 768)
     router = RouterConfig(
         "sigmoid",
-        renormalize=keys.flag(_first(keys, "moe_renormalize", "norm_topk_prob"), True),
+        renormalize=keys.flag(keys.named("moe_renormalize", "norm_topk_prob"), True),
         correction_bias=True,
-        groups=keys.size(_first(keys, "num_expert_group", "n_group"), 8),
+        groups=keys.size(keys.named("num_expert_group", "n_group"), 8),
         groups_kept=keys.size("topk_group", 4),
         scale=float(keys.take("routed_scaling_factor", PositiveNumber, 2.5)),
     )
     return Experts(
-        num_experts=keys.size(_first(keys, "num_experts", "num_local_experts"), 512),
-        experts_per_token=keys.size(_first(keys, "num_experts_per_token", "num_experts_per_tok"), 8),
+        num_experts=keys.size(keys.named("num_experts", "num_local_experts"), 512),
+        experts_per_token=keys.size(keys.named("num_experts_per_token", "num_experts_per_tok"), 8),
         width=width,
         router=router,
-        shared_width=width * keys.size(_first(keys, "num_shared_experts", "n_shared_experts"), 1),
+        shared_width=width * keys.size(keys.named("num_shared_experts", "n_shared_experts"), 1),
     )
 
 
@@ -175,10 +170,9 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     delta = [kind for kind in kinds if isinstance(kind, RecurrentMixerConfig)]
     latent = [kind for kind in kinds if isinstance(kind, LatentAttentionConfig)]
     experts = [part for part in config.layer_feed_forwards if isinstance(part, Experts)]
-    if not delta:
-        raise ValueError("no layer has the mixer 'kda'")
-    mixer, heads = delta[0], delta[0].key_heads
-    bound = mixer.decay.lower_bound if isinstance(mixer.decay, BoundedDecay) else None
+    if not delta and not latent:
+        raise ValueError("no layer has the mixer 'kda' or 'latent_attention'")
+    heads = delta[0].key_heads if delta else latent[0].num_heads
     values = {
         "model_type": "bailing_hybrid",
         **write_model(config),
@@ -190,17 +184,21 @@ def _write(config: ModelConfig) -> dict[str, Any]:
             "full_attention" if isinstance(kind, LatentAttentionConfig) else "linear_attention" for kind in kinds
         ],
         "mlp_layer_types": ["sparse" if isinstance(part, Experts) else "dense" for part in config.layer_feed_forwards],
-        # transformers takes the delta rule's size from this key, whatever it writes.
-        "head_dim": mixer.key_head_dim,
-        "short_conv_kernel_size": 4 if mixer.convolution is None else mixer.convolution.size,
-        "kda_safe_gate": bound is not None,
-        "kda_lower_bound": -5.0 if bound is None else bound,
         # Sizes of experts must be served even if no layer has any.
         "num_experts": 1,
         "num_experts_per_token": 1,
         "num_expert_group": 1,
         "topk_group": 1,
     }
+    for mixer in delta[:1]:
+        bound = mixer.decay.lower_bound if isinstance(mixer.decay, BoundedDecay) else None
+        values |= {
+            # transformers takes the delta rule's size from this key, whatever it writes.
+            "head_dim": mixer.key_head_dim,
+            "short_conv_kernel_size": 4 if mixer.convolution is None else mixer.convolution.size,
+            "kda_safe_gate": bound is not None,
+            "kda_lower_bound": -5.0 if bound is None else bound,
+        }
     for layer in latent[:1]:
         values |= write_latent_attention(layer)
         values["rope_parameters"] = {"rope_type": "default", "rope_theta": layer.rope_base}
@@ -223,4 +221,5 @@ BAILING_HYBRID = Family(
     layer_rows=(*_BLOCK, *_DELTA, *_LATENT),
     unused=("mtp.", "model.mtp."),
     has_more_layers=True,
+    defaults={"vocab_size": 157184, "hidden_size": 2560, "num_hidden_layers": 42},
 )

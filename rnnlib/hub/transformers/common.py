@@ -68,6 +68,8 @@ ATTENTION = (
 Options = dict[str, Any]
 
 LAYER_TYPES = {"linear_attention": "gated_deltanet", "full_attention": "attention"}
+# Words of older files for types of layers.
+OLDER_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def read_model(keys: ConfigKeys, *, eps: float = 1e-6) -> dict[str, Any]:
@@ -94,31 +96,25 @@ def write_model(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_layer_types(
-    keys: ConfigKeys, mixers: Mapping[str, str], interval: int | None = None, pattern: Sequence[str] = ()
+    keys: ConfigKeys, mixers: Mapping[str, str], pattern: Sequence[str], *, name: str = "layer_types"
 ) -> tuple[str, ...]:
     """The mixer of each layer.
 
     Args:
-        keys: the file's keys: `layer_types`, or `full_attention_interval` in older files.
+        keys: the file's keys.
         mixers: the mixer of each type of layer.
-        interval: the default interval of attention layers, if the file has neither key.
-        pattern: the types of layers that are repeated in such a file, in place of an interval.
+        pattern: the types of layers that are repeated in a file that does not name them.
+        name: the key that names them.
     """
     layers = keys.size("num_hidden_layers")
-    every = keys.size("full_attention_interval", interval)
-    types = keys.take("layer_types", list | None, None)
-    if types is None and pattern:
-        types = [pattern[i % len(pattern)] for i in range(layers)]
-    elif types is None:
-        if every is None:
-            raise ValueError(f"{keys.where}: layer_types is missing")
-        types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    types = keys.take(name, list | None, None)
+    types = [pattern[i % len(pattern)] for i in range(layers)] if types is None else types
     if len(types) != layers:
-        raise ValueError(f"{keys.where}: layer_types has {len(types)} entries, expected num_hidden_layers = {layers}")
+        raise ValueError(f"{keys.where}: {name} has {len(types)} entries, expected num_hidden_layers = {layers}")
     for kind in types:
-        if kind not in mixers:
-            raise ValueError(f"{keys.where}: layer_types has {kind!r}, expected {' or '.join(mixers)}")
-    return tuple(mixers[kind] for kind in types)
+        if not isinstance(kind, str) or OLDER_LAYER_TYPES.get(kind, kind) not in mixers:
+            raise ValueError(f"{keys.where}: {name} has {kind!r}, expected {' or '.join(mixers)}")
+    return tuple(mixers[OLDER_LAYER_TYPES.get(kind, kind)] for kind in types)
 
 
 def write_layer_types(kinds: Sequence[Any]) -> list[str]:

@@ -196,4 +196,5 @@ FALCON_H1 = Family(
     write=_write,
     rows=MAMBA_ROWS,
     layer_rows=(*MAMBA_BLOCK, *_beside(mamba_rows("mamba"), 0), *_beside(ATTENTION, 1)),
+    defaults={"vocab_size": 128000, "hidden_size": 4096},
 )

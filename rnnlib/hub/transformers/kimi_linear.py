@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from rnnlib.fields import NaturalNumber, PositiveInteger, PositiveNumber
+from rnnlib.fields import NaturalNumber, PositiveNumber
 from rnnlib.hub.config_equivalence import sized_mixer
 from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.transformers.common import (
     FEED_FORWARD,
+    OLDER_LAYER_TYPES,
     ROWS,
     Options,
     read_latent_attention,
@@ -142,6 +143,7 @@ def _layer_types(keys: ConfigKeys, published: ConfigKeys, layers: int) -> list[s
         return ["linear_attention" if layer in delta else "full_attention" for layer in range(1, layers + 1)]
     if given is None:
         return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(layers)]
+    given = [OLDER_LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in given]
     return _checked(keys, "layer_types", given, tuple(_LAYER_TYPES), layers)
 
 
@@ -183,29 +185,35 @@ _EXPERT_KEYS = (
     "num_expert_group",
     "topk_group",
     "routed_scaling_factor",
+    # Names that transformers reads, too.
+    "num_local_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "n_group",
 )
 
 
 def _read_experts(keys: ConfigKeys) -> Experts:
     keys.only("moe_router_activation_func", "sigmoid")
-    groups = keys.size("num_expert_group", 1)
+    groups = keys.size(keys.named("num_expert_group", "n_group"), 1)
     # With one group, choosing experts with groups and without gives the same result.
     keys.only("use_grouped_topk", True, *([False] if groups == 1 else []))
     width = keys.size("moe_intermediate_size", 1024)
     router = RouterConfig(
         "sigmoid",
-        renormalize=keys.flag("moe_renormalize", True),
+        renormalize=keys.flag(keys.named("moe_renormalize", "norm_topk_prob"), True),
         correction_bias=True,
         groups=groups,
         groups_kept=keys.size("topk_group", 1),
         scale=float(keys.take("routed_scaling_factor", PositiveNumber, 2.446)),
     )
     return Experts(
-        num_experts=keys.size("num_experts", 256),
-        experts_per_token=keys.size("num_experts_per_token", 8),
+        num_experts=keys.size(keys.named("num_experts", "num_local_experts"), 256),
+        experts_per_token=keys.size(keys.named("num_experts_per_token", "num_experts_per_tok"), 8),
         width=width,
         router=router,
-        shared_width=width * keys.take("num_shared_experts", PositiveInteger, 1),
+        shared_width=width * keys.size(keys.named("num_shared_experts", "n_shared_experts"), 1),
     )
 
 
@@ -214,8 +222,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     delta = [kind for kind in kinds if isinstance(kind, RecurrentMixerConfig)]
     latent = [kind for kind in kinds if isinstance(kind, LatentAttentionConfig)]
     experts = [part for part in config.layer_feed_forwards if isinstance(part, Experts)]
-    if not delta:
-        raise ValueError("no layer has the mixer 'kda'")
+    if not delta and not latent:
+        raise ValueError("no layer has the mixer 'kda' or 'latent_attention'")
     values = {
         "model_type": "kimi_linear",
         **write_model(config),
@@ -225,10 +233,13 @@ def _write(config: ModelConfig) -> dict[str, Any]:
             "full_attention" if isinstance(kind, LatentAttentionConfig) else "linear_attention" for kind in kinds
         ],
         "mlp_layer_types": ["sparse" if isinstance(part, Experts) else "dense" for part in config.layer_feed_forwards],
-        "linear_num_heads": delta[0].key_heads,
-        "linear_head_dim": delta[0].key_head_dim,
-        "linear_conv_kernel_dim": 4 if delta[0].convolution is None else delta[0].convolution.size,
     }
+    for mixer in delta[:1]:
+        values |= {
+            "linear_num_heads": mixer.key_heads,
+            "linear_head_dim": mixer.key_head_dim,
+            "linear_conv_kernel_dim": 4 if mixer.convolution is None else mixer.convolution.size,
+        }
     for layer in latent[:1]:
         values |= {"num_attention_heads": layer.num_heads, "num_key_value_heads": layer.num_heads}
         values |= write_latent_attention(layer)
@@ -245,4 +256,5 @@ KIMI_LINEAR = Family(
     write=_write,
     rows=ROWS,
     layer_rows=(*_BLOCK, *_DELTA, *_LATENT),
+    defaults={"vocab_size": 163840, "hidden_size": 2304, "num_hidden_layers": 27},
 )

@@ -72,7 +72,7 @@ def _read(keys: ConfigKeys) -> ModelConfig:
     }
     sliding = {"window": keys.size("sliding_window", 512), "rope_base": base, "rope_channels": int(size * factor)}
     delta = {**read_delta_heads(keys, _DEFAULTS), "output_projection.eps": model["norm_eps"]}
-    mixers = read_layer_types(keys, _MIXERS, pattern=_PATTERN)
+    mixers = read_layer_types(keys, _MIXERS, _PATTERN)
     return ModelConfig(
         **model,
         mixers=mixers,
@@ -141,4 +141,5 @@ LARA_MINI = Family(
     write=_write,
     rows=ROWS,
     layer_rows=by_mixer(_BLOCK, _DELTA, ATTENTION),
+    defaults={"vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 34},
 )

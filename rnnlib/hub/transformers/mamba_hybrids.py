@@ -28,12 +28,7 @@ from rnnlib.layers.feed_forward import SwiGLUConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig
 
-_MIXERS = {
-    "linear_attention": "mamba2",
-    "mamba": "mamba2",
-    "full_attention": "attention",
-    "attention": "attention",
-}
+_MIXERS = {"linear_attention": "mamba2", "full_attention": "attention"}
 # Keys of kernels, of losses and of how logits are kept.
 _WITHOUT_EFFECT = (
     "mamba_chunk_size",
@@ -94,13 +89,14 @@ def _write_mamba(mixers: list[RecurrentMixerConfig], width: int) -> dict[str, An
     }
 
 
-def _read_attention(keys: ConfigKeys, width: int) -> Options:
+def _read_attention(keys: ConfigKeys, width: int, key_heads: int | None = None) -> Options:
+    """Options of the attention layers; `key_heads` is the default, which null is not."""
     heads, biases = keys.size("num_attention_heads", 32), keys.flag("attention_bias", False)
     if width % heads:
         raise ValueError(f"{keys.where}: num_attention_heads is {heads}, expected a divisor of hidden_size = {width}")
     return {
         "num_heads": heads,
-        "key_heads": keys.size("num_key_value_heads", heads),
+        "key_heads": keys.size("num_key_value_heads", heads if "num_key_value_heads" in keys else key_heads or heads),
         "head_dim": keys.size("head_dim", width // heads),
         "use_bias": biases,
         "output_bias": biases,
@@ -127,7 +123,7 @@ def _read_bamba(keys: ConfigKeys) -> ModelConfig:
             raise ValueError(f"{keys.where}: attn_layer_indices has {layer!r}, expected layers from 0 to {layers - 1}")
     # The class sets 0.5 where `rope_parameters` has no fraction, whatever stands at the top level.
     base, factor = read_rotary(keys, factor=0.5, reads_outer_factor=False)
-    attention = _read_attention(keys, width)
+    attention = _read_attention(keys, width, key_heads=8)
     mamba = _read_mamba(keys, width, model["norm_eps"])
     rotary = {"rope_base": base, "rope_channels": int(attention["head_dim"] * factor)}
     return ModelConfig(
@@ -167,6 +163,7 @@ BAMBA = Family(
     write=_write_bamba,
     rows=MAMBA_ROWS,
     layer_rows=(*MAMBA_BLOCK, *mamba_rows("mamba"), *ATTENTION),
+    defaults={"vocab_size": 128000, "hidden_size": 4096, "num_hidden_layers": 32},
 )
 
 
@@ -192,7 +189,7 @@ def _read_granite(keys: ConfigKeys) -> ModelConfig:
             router=RouterConfig(),
             shared_width=shared,
         )
-    mixers = read_layer_types(keys, _MIXERS, pattern=("linear_attention",))
+    mixers = read_layer_types(keys, _MIXERS, ("linear_attention",), name=keys.named("layers_block_type", "layer_types"))
     return ModelConfig(
         **model,
         num_layers=len(mixers),
@@ -272,4 +269,5 @@ GRANITE = Family(
         *mamba_rows("mamba"),
         *ATTENTION,
     ),
+    defaults={"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32},
 )

@@ -51,24 +51,18 @@ _WITHOUT_EFFECT = (
 )
 
 
-def _first(keys: ConfigKeys, *names: str) -> str:
-    """The first of several names of a key that the file has, all of them marked as read; else the last."""
-    keys.ignore(*names)
-    return next((name for name in names if name in keys), names[-1])
-
-
 def _read(keys: ConfigKeys) -> ModelConfig:
     keys.ignore(*_WITHOUT_EFFECT)
     kinds = _read_kinds(keys)
     eps, heads = keys.number("layer_norm_epsilon", 1e-5), keys.size("mamba_num_heads", 128)
-    least = keys.number(_first(keys, "mamba_dt_min", "time_step_min"), 0.001)
+    least = keys.number(keys.named("mamba_dt_min", "time_step_min"), 0.001)
     mamba = mamba_options(
         heads=heads,
-        groups=keys.size(_first(keys, "mamba_n_groups", "n_groups"), 8),
+        groups=keys.size(keys.named("mamba_n_groups", "n_groups"), 8),
         head_dim=keys.size("mamba_head_dim", 64),
         state_size=keys.size("ssm_state_size", 128),
-        taps=keys.size(_first(keys, "mamba_d_conv", "conv_kernel"), 4),
-        conv_bias=keys.flag(_first(keys, "mamba_conv_bias", "use_conv_bias"), True),
+        taps=keys.size(keys.named("mamba_d_conv", "conv_kernel"), 4),
+        conv_bias=keys.flag(keys.named("mamba_conv_bias", "use_conv_bias"), True),
         bias=keys.flag("use_bias", False),
         eps=eps,
         limits=(least, math.inf) if least > 0 else None,
@@ -97,7 +91,7 @@ def _read(keys: ConfigKeys) -> ModelConfig:
 def _read_kinds(keys: ConfigKeys) -> list[str]:
     """What each layer is, from a list of words or a string of letters; the list wins."""
     pattern = keys.take("hybrid_override_pattern", str | None, None)
-    kinds = keys.take(_first(keys, "layers_block_type", "layer_types"), list | None, None)
+    kinds = keys.take(keys.named("layer_types", "layers_block_type"), list | None, None)
     if kinds is None and pattern is not None:
         unknown = [letter for letter in pattern if letter not in _LETTERS]
         if unknown or not pattern:
@@ -132,7 +126,7 @@ def _read_experts(keys: ConfigKeys, activation: Any, bias: bool) -> Experts:
         scale=float(keys.take("routed_scaling_factor", PositiveNumber, 1.0)),
     )
     return Experts(
-        num_experts=keys.size(_first(keys, "num_local_experts", "n_routed_experts"), 8),
+        num_experts=keys.size(keys.named("num_local_experts", "n_routed_experts"), 8),
         experts_per_token=keys.size("num_experts_per_tok", 2),
         width=keys.size("moe_intermediate_size", 7688),
         router=router,

@@ -92,19 +92,21 @@ def _read(keys: ConfigKeys) -> ModelConfig:
         "use_bias": biases,
         "output_bias": biases,
     }
-    key_size = int(0.75 * width / heads)
+    key_size = int(0.75 * width / keys.size("linear_num_key_heads", heads))
     defaults = {
         "linear_num_key_heads": heads,
         "linear_num_value_heads": heads,
         "linear_key_head_dim": key_size,
-        "linear_value_head_dim": 2 * key_size,
+        "linear_value_head_dim": 2 * keys.size("linear_key_head_dim", key_size),
     }
     delta = {
         **read_delta_heads(keys, defaults),
         "gain.negative_eigenvalues": keys.flag("linear_allow_neg_eigval", True),
         "output_projection.eps": _EPS,
     }
-    mixers = read_layer_types(keys, LAYER_TYPES, interval=4)
+    # A model of fewer than four layers still ends with one of attention.
+    linear = min(keys.size("num_hidden_layers"), 4) - 1
+    mixers = read_layer_types(keys, LAYER_TYPES, ("linear_attention",) * linear + ("full_attention",))
     return ModelConfig(
         **model,
         mixers=mixers,
@@ -141,4 +143,11 @@ OLMO_HYBRID = Family(
     write=_write,
     rows=ROWS,
     layer_rows=_rows,
+    defaults={
+        "vocab_size": 100352,
+        "hidden_size": 3840,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 30,
+    },
 )

@@ -130,7 +130,7 @@ def _read(keys: ConfigKeys, feed_forwards: tuple[Any, ...], mlp_width: int | Non
     biases = keys.flag("attention_bias", False)
     attention = {
         "num_heads": heads,
-        "key_heads": keys.size("num_key_value_heads", heads),
+        "key_heads": keys.size("num_key_value_heads"),
         "head_dim": size,
         "rope_base": base,
         "rope_channels": int(size * factor),
@@ -142,9 +142,11 @@ def _read(keys: ConfigKeys, feed_forwards: tuple[Any, ...], mlp_width: int | Non
         "output_bias": biases,
     }
     delta = {**read_delta_heads(keys, _DEFAULTS), "output_projection.eps": model["norm_eps"]}
+    every = keys.size("full_attention_interval", 4)  # in older files
+    mixers = read_layer_types(keys, LAYER_TYPES, ("linear_attention",) * (every - 1) + ("full_attention",))
     return ModelConfig(
         **model,
-        mixers=(mixers := read_layer_types(keys, LAYER_TYPES, interval=4)),
+        mixers=mixers,
         num_layers=len(mixers),
         num_heads=delta["key_heads"],
         mixer_overrides={"gated_deltanet": delta, "attention": attention},
@@ -192,7 +194,7 @@ def _text(keys: ConfigKeys) -> ConfigKeys:
     if "tie_word_embeddings" in keys:
         text["tie_word_embeddings"] = keys.flag("tie_word_embeddings", False)
     keys.ignore(*_MULTIMODAL)
-    return keys.nested("text_config", text)
+    return keys.nested("text_config", text, keys.defaults)
 
 
 def _read_dense(keys: ConfigKeys) -> ModelConfig:
@@ -286,6 +288,14 @@ QWEN3_5 = Family(
     layer_rows=by_mixer(_BLOCK, (*_APART, *_DELTA), _ATTENTION),
     prefixes=("model.", "model.language_model."),
     unused=_UNUSED,
+    defaults={
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    },
 )
 
 QWEN3_5_MOE = dataclasses.replace(
@@ -295,6 +305,16 @@ QWEN3_5_MOE = dataclasses.replace(
     architecture="Qwen3_5MoeForCausalLM",
     read=_read_moe,
     write=lambda config: _write(config, "qwen3_5_moe_text") | _write_experts(config.layer_feed_forwards),
+    defaults={
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+    },
 )
 
 QWEN3_NEXT = Family(
@@ -307,4 +327,14 @@ QWEN3_NEXT = Family(
     rows=ROWS,
     layer_rows=by_mixer(_BLOCK, (*_FUSED, *_DELTA), _ATTENTION),
     unused=_UNUSED,
+    defaults={
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+    },
 )

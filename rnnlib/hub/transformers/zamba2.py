@@ -30,7 +30,14 @@ _DEFAULT_TYPES = (
     *("linear_attention",) * 2,
 )
 # Keys that saved files have, and that follow from others.
-_DERIVED = ("hybrid_layer_ids", "kv_channels", "num_query_groups", "attention_head_dim", "attention_hidden_size")
+_DERIVED = (
+    "hybrid_layer_ids",
+    "kv_channels",
+    "num_query_groups",
+    "attention_head_dim",
+    "attention_hidden_size",
+    "head_dim",
+)
 _ACTIVATIONS = {"gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "silu": "silu", "relu": "relu"}
 
 
