@@ -30,7 +30,8 @@ def local_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
         return pathlib.Path(folder)
     found = _NAME.fullmatch(name)
     if found is None:
-        raise ValueError(f"{name}: expected hf://owner/name or hf://owner/name@revision")
+        shown = "hf://" + name.removeprefix(SCHEME).lstrip("/")
+        raise ValueError(f"{shown}: expected hf://owner/name or hf://owner/name@revision")
     with from_extra("hub", "rnnlib.hub"):
         import huggingface_hub  # which `tokenizers` requires
         import huggingface_hub.errors

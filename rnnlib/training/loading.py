@@ -93,7 +93,10 @@ def is_run(folder: str | os.PathLike[str]) -> bool:
         raise RunError(
             f"run {folder} is not a run folder, nor a published model's: it has no {CONFIG_FILE} and no config.json"
         )
-    raise RunError(f"run {folder} does not exist")
+    found = "is a file" if folder.is_file() else "does not exist"
+    raise RunError(
+        f"run {folder} {found}, expected the folder of a run or of a published model, or hf://owner/name[@revision]"
+    )
 
 
 def folder_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
