@@ -34,13 +34,19 @@ def local_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
         raise ValueError(f"{shown}: expected hf://owner/name or hf://owner/name@revision")
     with from_extra("hub", "rnnlib.hub"):
         import huggingface_hub  # which `tokenizers` requires
+        import huggingface_hub.constants
         import huggingface_hub.errors
 
     shown = f"hf://{found['repository']}" + (f"@{found['revision']}" if found["revision"] else "")
     try:
         return pathlib.Path(
             huggingface_hub.snapshot_download(
-                found["repository"], revision=found["revision"], allow_patterns=_FILES, library_name="rnnlib"
+                found["repository"],
+                revision=found["revision"],
+                allow_patterns=_FILES,
+                library_name="rnnlib",
+                # Said here, too: for a commit, huggingface_hub asks for the list of files even in its offline mode.
+                local_files_only=huggingface_hub.constants.HF_HUB_OFFLINE,
             )
         )
     except huggingface_hub.errors.RepositoryNotFoundError:

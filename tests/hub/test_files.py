@@ -412,7 +412,10 @@ def test_both_spellings_of_kimi_linears_configuration():
         ({"moe_router_activation_func": "softmax"}, 'moe_router_activation_func is "softmax", expected "sigmoid"'),
         ({"use_grouped_topk": False, "num_expert_group": 2}, "use_grouped_topk is false, expected true"),
         ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types has 2 entries, expected num_hidden_layers = 3"),
-        ({"layer_types": ["full_attention"] * 2 + ["mamba"]}, "layer_types has 'mamba', expected linear_attention or"),
+        (
+            {"layer_types": ["full_attention"] * 2 + ["recurrent"]},
+            "layer_types has 'recurrent', expected linear_attention or",
+        ),
         (
             KIMI | {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2]}},
             r"linear_attn_config: kda_layers and full_attn_layers are \[1, 2\] and \[2\], expected each layer from",

@@ -93,6 +93,7 @@ def test_a_model_by_name_is_fetched_once_and_found_offline(hub, monkeypatch):
     assert len(hub) == 3
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert local_folder("hf://owner/tiny") == local_folder("hf://owner/tiny@v1")
+    assert local_folder(f"hf://owner/tiny@{COMMIT}") == local_folder("hf://owner/tiny")
     with pytest.raises(ValueError, match=r"^hf://owner/other: it cannot be fetched, and is not in the cache \(.*\)$"):
         local_folder("hf://owner/other")
 

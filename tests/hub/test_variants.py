@@ -108,7 +108,7 @@ def test_what_is_written_anew_is_read_as_it_was(name, keys, tmp_path):
         ),
         ("nemotron_h/plain", {"mlp_hidden_act": "gelu"}, 'mlp_hidden_act is "gelu", expected "relu2"'),
         ("nemotron_h/plain", {"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor"),
-        ("lara_mini/plain", {"layer_types": ["mamba"] * 3}, "layer_types has 'mamba', expected"),
+        ("lara_mini/plain", {"layer_types": ["recurrent"] * 3}, "layer_types has 'recurrent', expected"),
         ("gated_deltaproduct/plain", {"num_householder": 0}, "num_householder is 0, expected an integer of at least 1"),
     ],
 )
