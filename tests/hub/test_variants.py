@@ -193,3 +193,41 @@ def test_olmo_hybrid_derives_missing_sizes_as_its_class_does():
     assert (delta["key_head_dim"], delta["value_head_dim"]) == (size, 2 * size)
     with pytest.raises(ValueError, match="full_attention_interval is 2, expected no such key"):
         read_config(family_of(values, "config.json"), values | {"full_attention_interval": 2}, "config.json")
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon_h1/plain", "granitemoehybrid/plain", "lara_mini/plain", "olmo_hybrid/nope", "bailing_hybrid/plain"]
+)
+def test_a_fraction_of_rotated_channels_counts_only_where_the_class_reads_it(name):
+    values = read_json(GOLDEN / name / "config.json") | {"position_embedding_type": "rope"}
+    values = {key: value for key, value in values.items() if key != "position_embedding_type" or "granite" in name}
+    family = family_of(values, "config.json")
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    whole = read_config(family, values | {"rope_parameters": rope}, "config.json")
+    rope = rope | {"partial_rotary_factor": 0.5}
+    assert read_config(family, values | {"rope_parameters": rope}, "config.json") == whole
+
+
+@pytest.mark.parametrize(("name", "mixer"), [("falcon_h1/plain", "attention"), ("olmo_hybrid/nope", "attention")])
+def test_a_head_size_that_does_not_follow_from_the_width_is_read(name, mixer, tmp_path):
+    values = read_json(GOLDEN / name / "config.json") | {"head_dim": 10}
+    family = family_of(values, "config.json")
+    config = read_config(family, values, "config.json")
+    assert dict(dict(config.mixer_overrides)[mixer])["head_dim"] == 10
+    save_pretrained(DecoderLM(config, rngs=nnx.Rngs(0)), tmp_path / "model", family=family.name)
+    assert difference(load_pretrained(tmp_path / "model").model.config, config) is None
+
+
+def test_keys_of_published_files_that_the_class_does_not_read():
+    for name, keys in {
+        "falcon_h1/plain": {"mamba_use_mlp": True, "mlp_expansion_factor": 8, "attn_layer_indices": None},
+        "nemotron_h/plain": {"rms_norm_eps": 1e-2, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        "zamba2/plain": {"use_shared_mlp_adapter": True, "time_step_limit": [0.0, 1.0]},
+    }.items():
+        values = read_json(GOLDEN / name / "config.json")
+        family = family_of(values, "config.json")
+        assert read_config(family, values | keys, "config.json") == read_config(family, values, "config.json")
+    values = read_json(GOLDEN / "nemotron_h/plain/config.json")
+    for key, value in {"mamba_hidden_act": "gelu", "attention_head_dim": 3}.items():
+        with pytest.raises(ValueError, match=f"{key} is .*, expected"):
+            read_config(family_of(values, "config.json"), values | {key: value}, "config.json")

@@ -139,9 +139,7 @@ def _read(keys: ConfigKeys) -> ModelConfig:
 
 
 def _read_attention(keys: ConfigKeys, heads: int) -> Options:
-    base, factor = read_rotary(keys, base=6e6)
-    if factor != 1:
-        raise ValueError(f"{keys.where}: partial_rotary_factor is {factor}, expected 1")
+    base, _ = read_rotary(keys, base=6e6)
     given = read_latent_attention(keys, num_heads=heads, rope_base=base, eps=_EPS)
     return given | {"head_gate": True}
 

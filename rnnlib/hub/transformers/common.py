@@ -123,7 +123,7 @@ def write_layer_types(kinds: Sequence[Any]) -> list[str]:
 
 
 def read_rotary(
-    keys: ConfigKeys, *, base: float = 10000.0, factor: float = 1.0, reads_outer_factor: bool = True
+    keys: ConfigKeys, *, base: float = 10000.0, factor: float | None = None, reads_outer_factor: bool = True
 ) -> tuple[float | None, float]:
     """The base of rotary positions (None for no positions), and the fraction of a head's channels that are rotated.
 
@@ -133,19 +133,21 @@ def read_rotary(
     Args:
         keys: the file's keys.
         base: the default of the base.
-        factor: the default of the fraction.
+        factor: the default of the fraction; None for a class that reads none, and rotates all channels whatever the
+            file says.
         reads_outer_factor: whether the fraction at the top level counts.
     """
     outer_base = keys.take("rope_theta", float | int | None, base)
-    given_factor = keys.number("partial_rotary_factor", factor)
-    outer_factor = given_factor if reads_outer_factor else factor
+    given_factor = keys.number("partial_rotary_factor", factor or 1.0)
+    outer_factor = given_factor if reads_outer_factor else factor or 1.0
     keys.take("rope_parameters", dict | None, None)
     inner = keys.within("rope_scaling" if keys.take("rope_scaling", dict | None, None) else "rope_parameters")
     inner.only("rope_type", "default")
     inner.ignore("type") if "rope_type" in inner else inner.only("type", "default")
     inner.ignore("mrope_section", "mrope_interleaved")  # the three positions of a token are equal in text
     theta = inner.take("rope_theta", float | int | None, outer_base)
-    return None if theta is None else float(theta), inner.number("partial_rotary_factor", outer_factor)
+    found = inner.number("partial_rotary_factor", outer_factor)
+    return None if theta is None else float(theta), 1.0 if factor is None else found
 
 
 def mixers_by_kind(

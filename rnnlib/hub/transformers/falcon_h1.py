@@ -46,7 +46,8 @@ def _factors(keys: ConfigKeys, name: str, count: int) -> tuple[float, ...]:
 
 
 def _read(keys: ConfigKeys) -> ModelConfig:
-    keys.ignore(*MAMBA_KEYS)
+    # The last three are in published files, and the class does not read them.
+    keys.ignore(*MAMBA_KEYS, "mamba_use_mlp", "mlp_expansion_factor", "attn_layer_indices")
     model = read_model(keys, eps=1e-5)
     width = model["width"]
     mamba = _read_mamba(keys, width, model["norm_eps"])
@@ -101,10 +102,10 @@ def _read_mamba(keys: ConfigKeys, width: int, eps: float) -> Options:
 
 def _read_attention(keys: ConfigKeys, width: int) -> Options:
     heads, bias = keys.size("num_attention_heads", 32), keys.flag("attention_bias", False)
-    if width % heads:
+    if "head_dim" not in keys and width % heads:
         raise ValueError(f"{keys.where}: num_attention_heads is {heads}, expected a divisor of hidden_size = {width}")
-    base, factor = read_rotary(keys)
-    size = width // heads
+    base, _ = read_rotary(keys)
+    size = keys.size("head_dim", width // heads)
     return {
         "num_heads": heads,
         "key_heads": keys.size("num_key_value_heads", 8 if "num_key_value_heads" not in keys else heads),
@@ -112,7 +113,6 @@ def _read_attention(keys: ConfigKeys, width: int) -> Options:
         "use_bias": bias,
         "output_bias": bias,
         "rope_base": base,
-        "rope_channels": int(size * factor),
         # Keys are multiplied before they turn, which is the same as multiplying the scores.
         "scale": size**-0.5 * read_factor(keys, "key_multiplier"),
     }
@@ -163,11 +163,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": attention.key_heads,
         "attention_bias": attention.use_bias,
         "key_multiplier": _key_multiplier(attention.scale, size),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": attention.rope_base,
-            "partial_rotary_factor": (attention.rope_channels or size) / size,
-        },
+        "head_dim": size,
+        "rope_parameters": {"rope_type": "default", "rope_theta": attention.rope_base},
         "mlp_bias": mlp.use_bias,
         "mlp_multipliers": [mlp.gate_scale, mlp.output_scale],
     }

@@ -59,7 +59,7 @@ _DEFAULTS = {
 def _read(keys: ConfigKeys) -> ModelConfig:
     keys.ignore("output_router_logits", "router_aux_loss_coef")
     model = read_model(keys) | {"tie_embeddings": keys.flag("tie_word_embeddings", True)}
-    base, factor = read_rotary(keys)
+    base, _ = read_rotary(keys)
     size, biases = keys.size("head_dim", 128), keys.flag("attention_bias", False)
     attention = {
         "num_heads": keys.size("num_attention_heads", 16),
@@ -70,7 +70,7 @@ def _read(keys: ConfigKeys) -> ModelConfig:
         "use_bias": biases,
         "output_bias": biases,
     }
-    sliding = {"window": keys.size("sliding_window", 512), "rope_base": base, "rope_channels": int(size * factor)}
+    sliding = {"window": keys.size("sliding_window", 512), "rope_base": base}
     delta = {**read_delta_heads(keys, _DEFAULTS), "output_projection.eps": model["norm_eps"]}
     mixers = read_layer_types(keys, _MIXERS, _PATTERN)
     return ModelConfig(

@@ -92,7 +92,7 @@ def _write_mamba(mixers: list[RecurrentMixerConfig], width: int) -> dict[str, An
 def _read_attention(keys: ConfigKeys, width: int, key_heads: int | None = None) -> Options:
     """Options of the attention layers; `key_heads` is the default, which null is not."""
     heads, biases = keys.size("num_attention_heads", 32), keys.flag("attention_bias", False)
-    if width % heads:
+    if "head_dim" not in keys and width % heads:
         raise ValueError(f"{keys.where}: num_attention_heads is {heads}, expected a divisor of hidden_size = {width}")
     return {
         "num_heads": heads,
@@ -173,9 +173,9 @@ def _read_granite(keys: ConfigKeys) -> ModelConfig:
     model = read_model(keys)
     width = model["width"]
     positions = keys.take("position_embedding_type", str | None, None)
-    base, factor = read_rotary(keys)
+    base, _ = read_rotary(keys)
     attention = _read_attention(keys, width)
-    rotary = {"rope_base": base if positions == "rope" else None, "rope_channels": int(attention["head_dim"] * factor)}
+    rotary = {"rope_base": base if positions == "rope" else None}
     mamba = _read_mamba(keys, width, model["norm_eps"])
     count, shared = keys.take("num_local_experts", NaturalNumber, 8), keys.size("shared_intermediate_size", 1024)
     per_token, expert_width = keys.size("num_experts_per_tok", 2), keys.size("intermediate_size", 11008)

@@ -38,7 +38,6 @@ _WITHOUT_EFFECT = (
     "expand",
     "mamba_expand",
     "mamba_proj_bias",
-    "mamba_hidden_act",
     "mamba_ssm_cache_dtype",
     "time_step_limit",
     "mamba_dt_limit",
@@ -48,6 +47,13 @@ _WITHOUT_EFFECT = (
     "mtp_layers_block_type",
     "mtp_hybrid_override_pattern",
     "tie_word_embeddings",  # the class never ties its head
+    # Of published files, and not read by the class: it has no positions, and `layer_norm_epsilon` for all norms.
+    "rms_norm_eps",
+    "norm_eps",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
 )
 
 
@@ -68,6 +74,7 @@ def _read(keys: ConfigKeys) -> ModelConfig:
         limits=(least, math.inf) if least > 0 else None,
     )
     attention = _read_attention(keys)
+    keys.only("mamba_hidden_act", "silu", "swish")
     activation = keys.one_of("mlp_hidden_act", _ACTIVATIONS, "relu2")
     bias = keys.flag("mlp_bias", False)
     feed_forwards = {
@@ -113,7 +120,9 @@ def _read_attention(keys: ConfigKeys) -> Options:
         raise ValueError(
             f"{keys.where}: num_key_value_heads is {shared}, expected a divisor of num_attention_heads = {heads}"
         )
-    return {"num_heads": heads, "key_heads": shared, "head_dim": keys.size("head_dim", 128), "rope_base": None}
+    size = keys.size("head_dim", 128)
+    keys.only("attention_head_dim", size)  # in published files, beside `head_dim` or for its default
+    return {"num_heads": heads, "key_heads": shared, "head_dim": size, "rope_base": None}
 
 
 def _read_experts(keys: ConfigKeys, activation: Any, bias: bool) -> Experts:

@@ -76,16 +76,14 @@ def _read(keys: ConfigKeys) -> ModelConfig:
     model = read_model(keys)
     width = model["width"]
     heads = keys.size("num_attention_heads")
-    if width % heads:
+    if "head_dim" not in keys and width % heads:
         raise ValueError(f"{keys.where}: num_attention_heads is {heads}, expected a divisor of hidden_size = {width}")
-    base, factor = read_rotary(keys)
-    if factor != 1:
-        raise ValueError(f"{keys.where}: partial_rotary_factor is {factor}, expected 1")
+    base, _ = read_rotary(keys)
     biases = keys.flag("attention_bias", False)
     attention = {
         "num_heads": heads,
         "key_heads": keys.size("num_key_value_heads", heads),
-        "head_dim": width // heads,
+        "head_dim": keys.size("head_dim", width // heads),
         "rope_base": base,
         "qk_norm": "all",
         "eps": model["norm_eps"],
@@ -130,6 +128,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "layer_types": write_layer_types(kinds),
         "num_attention_heads": layer.num_heads if layer else 1,
         "num_key_value_heads": layer.key_heads if layer else 1,
+        "head_dim": layer.head_dim if layer else 1,
         "attention_bias": layer.use_bias if layer else False,
         "rope_parameters": {"rope_type": "default", "rope_theta": layer.rope_base if layer else None},
     }

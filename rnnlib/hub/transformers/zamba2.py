@@ -43,6 +43,8 @@ _ACTIVATIONS = {"gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu", "gelu_new": "
 
 def _read(keys: ConfigKeys) -> ModelConfig:
     keys.ignore(*MAMBA_KEYS, *_DERIVED, "mamba_headdim", "use_conv_bias", "use_long_context")
+    keys.only("use_shared_mlp_adapter", True)  # of published files: the class always has it
+    keys.ignore("time_step_limit")  # the class does not read it
     width, eps = keys.size("hidden_size", 2560), keys.number("rms_norm_eps", 1e-5)
     is_hybrid = _read_types(keys)
     tied, bias = keys.flag("tie_word_embeddings", True), keys.flag("add_bias_linear", False)
@@ -55,9 +57,7 @@ def _read(keys: ConfigKeys) -> ModelConfig:
     if heads % key_heads or (adapts_attention and key_heads != heads):
         expected = f"num_attention_heads = {heads}" if adapts_attention else f"a divisor of {heads}"
         raise ValueError(f"{keys.where}: num_key_value_heads is {key_heads}, expected {expected}")
-    base, factor = read_rotary(keys)
-    if factor != 1:
-        raise ValueError(f"{keys.where}: partial_rotary_factor is {factor}, expected 1")
+    base, _ = read_rotary(keys)
     shared = SharedTransformer(
         num_heads=heads,
         key_heads=key_heads,
