@@ -57,7 +57,7 @@ def wait_for_copies(running: int, *arrived: Any) -> None:
     fence_smem()
 
 
-def meet() -> None:
+def sync_threads() -> None:
     """Waits until all threads are here: what they have stored to shared memory is there for the others to read."""
     if interpreted():
         return

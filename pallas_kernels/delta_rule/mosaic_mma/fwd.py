@@ -35,10 +35,10 @@ from pallas_kernels.common.mosaic_mma import (
     as_left,
     begin_copy,
     load_transposed,
-    meet,
     multiply,
     store_rows,
     store_transposed,
+    sync_threads,
     wait_for_copies,
 )
 from pallas_kernels.delta_rule.inputs import Inputs
@@ -122,9 +122,9 @@ def _output_kernel(r: Any, memory: Any, *, kernel_shape: KernelShape, has: dict[
         written = scale_columns(residual, row("written_rows")).astype(jnp.bfloat16)
         state = multiply(state if kept is None else kept * state, as_left(written), key)
         out = multiply(out, as_left(residual.astype(jnp.bfloat16)), memory.scores.T)
-        meet()  # the scores have been read; the next ones come only when the output has been, too
+        sync_threads()  # the scores have been read; the next ones come only when the output has been, too
         store_transposed(memory.scores, out.astype(jnp.bfloat16))
-        meet()
+        sync_threads()
         at = pl.ds(tiles.head * p.value_size + tiles.block * SIDE, SIDE)
         store_rows(memory.scores, r.out.at[tiles.batch, tokens(chunk), at])
         return state

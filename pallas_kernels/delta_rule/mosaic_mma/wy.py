@@ -33,9 +33,9 @@ from pallas_kernels.common.mosaic_mma import (
     as_left,
     begin_copy,
     load_left,
-    meet,
     multiply,
     store_rows,
+    sync_threads,
     wait_for_copies,
 )
 from pallas_kernels.delta_rule.inputs import Inputs
@@ -131,9 +131,9 @@ def _inverse(lower: Array, negative: Any, halves: Any) -> Array:
     negative[...] = (-lower).astype(jnp.bfloat16)
     for level in _LEVELS:
         left = inverse.astype(jnp.bfloat16)
-        meet()  # the level before has read `halves`
+        sync_threads()  # the level before has read `halves`
         halves[...] = left
-        meet()
+        sync_threads()
         product = multiply(zeros(CHUNK, CHUNK), as_left(left), negative)
         corners = multiply(zeros(CHUNK, CHUNK), as_left(product.astype(jnp.bfloat16)), halves)
         inverse = jnp.where(lax.shift_right_logical(apart, jnp.int32(level)) == 1, corners, inverse)
@@ -164,13 +164,13 @@ def _factors_kernel(
     memory.pairs[...] = (p.scale * scores).astype(jnp.bfloat16)
     if has_erase:
         erased = spread_rows(load_column(memory.rows.at[pl.ds(_LINES.index("erase") * CHUNK, CHUNK)])) * erased
-    meet()
+    sync_threads()
     store_rows(memory.pairs, r.scores.at[batch, head, chunk])
     lower = jnp.where(spread_rows(row_numbers()) > spread_columns(column_numbers()), erased, 0.0)
     side = pl.ds(0, SIDE)  # queries and keys have been read
     inverse = _inverse(lower, memory.q.at[:, side], memory.k.at[:, side])
     memory.pairs[...] = inverse.astype(jnp.bfloat16)
-    meet()
+    sync_threads()
     store_rows(memory.pairs, r.inverse.at[batch, head, chunk])
 
 
