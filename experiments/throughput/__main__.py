@@ -203,6 +203,20 @@ def time_peers(
     return failed
 
 
+def _begin_compiling(
+    pool: concurrent.futures.Executor, plan: ThroughputStudy, case: Case, begin: float
+) -> Future[CompiledCase]:
+    """Submits a case, and prints a line when it is compiled: that of a large model takes minutes."""
+
+    def say(future: Future[CompiledCase]) -> None:
+        state = "did not compile" if future.cancelled() or future.exception() else "compiled"
+        print(f"{time.monotonic() - begin:6.1f} s  {case_name(case)}  {state}", flush=True)
+
+    future = pool.submit(compile_case, plan, case)
+    future.add_done_callback(say)
+    return future
+
+
 def time_all(options: Options, plan: ThroughputStudy, missing: Sequence[Case]) -> int:
     """Times the peers, then the cases that have no result; gives how many failed or are left."""
     begin = time.monotonic()
@@ -214,7 +228,7 @@ def time_all(options: Options, plan: ThroughputStudy, missing: Sequence[Case]) -
     with concurrent.futures.ThreadPoolExecutor(max(1, options.compile_workers)) as pool:
         parts = [missing] if options.compile_workers else [[case] for case in missing]
         groups: Iterable[dict[Case, Future[CompiledCase]]]
-        groups = ({case: pool.submit(compile_case, plan, case) for case in part} for part in parts)
+        groups = ({case: _begin_compiling(pool, plan, case, begin) for case in part} for part in parts)
         if options.compile_workers:
             groups = list(groups)  # all compile from now on
         if has_peers:

@@ -176,7 +176,7 @@ def skinny_matmuls(
         s = dataclasses.replace(s, splits=1)
     if s.splits > 1 and (has_epilogue or (len(kernels) > 1 and not is_gated)):
         what = "an epilogue" if len(kernels) == 1 else f"{len(kernels)} results"
-        raise ValueError(f"skinny_matmuls: schedule.splits is {s.splits}, expected 1 with {what}")
+        raise ValueError(f"skinny_matmuls: config.splits is {s.splits}, expected 1 with {what}")
     if s.splits == 1:
         return tuple(_launch(xs, which, kernels, epilogues, added, is_gated, s))
     parts = _launch(xs, which, kernels, epilogues, None, is_gated, s)
@@ -211,7 +211,7 @@ def skinny_matmul_partials(
     _check([x], [kernel], [None], False)
     s = config or choose_config(len(x), len(kernel), (kernel.shape[1],))
     if s.splits == 1:
-        raise ValueError("skinny_matmul_partials: schedule.splits is 1, expected above 1: see num_partials")
+        raise ValueError("skinny_matmul_partials: config.splits is 1, expected above 1: see num_partials")
     return _launch([x], (0,), [kernel], [None], None, False, s)[0]
 
 
