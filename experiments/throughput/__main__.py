@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,7 +60,8 @@ class Options:
     accumulation: int | None = None
     """Parts of a step, whose gradients are added up; left out, the setting's."""
     jla: tuple[peer_jla.Model, ...] = ()
-    """Models of jax-linear-attention to time besides, by its own trainer."""
+    """Models of jax-linear-attention to time besides, by its own trainer. With `compile_workers` they are compiled
+    beside our cases, and the run that is timed takes what was compiled."""
     jla_float8: bool = False
     """Time each of these models with matmuls in float8, too."""
     jla_seconds: float | None = None
@@ -183,23 +185,32 @@ def time_peers(
 ) -> int:
     """Times the peers' models and writes their records into tables beside ours; gives how many failed.
 
-    Nothing compiles while a peer is timed: what is being compiled of ours is waited for.
+    Nothing compiles while a peer is timed: what is being compiled of ours is waited for, and of the peers' what can be
+    compiled apart is compiled beside it.
     """
+    begin, failed = time.monotonic(), 0
     compiling = peer_fla.start_compiling(plan, options.peer, options.peer_processes, options.peer_seconds)
-    concurrent.futures.wait(ours)
-    for model, reason in compiling().items():
-        print(f"FLA {model}: not all compiled beforehand: {reason}", flush=True)
-    of_fla = peer_fla.time_models(
-        plan, options.peer, torch_compile=options.peer_torch_compile, seconds=options.peer_seconds
-    )
-    of_jla = peer_jla.time_models(plan, options.jla, fp8=options.jla_float8, seconds=options.jla_seconds)
-    failed = 0
-    for table, packages, records in (("peer", peer_fla.PACKAGES, of_fla), ("jla", peer_jla.PACKAGES, of_jla)):
-        for name, record in records:
-            failed += "error" in record
-            content = record | {"versions": installed_versions(packages), "environment": where}
-            add_row(options.results.with_name(f"{options.name}_{table}.jsonl"), "throughput", name, content)
-            print(f"{table} {name}: {record.get('step_seconds', record.get('error'))}", flush=True)
+    with tempfile.TemporaryDirectory() as programs:
+        given: dict[str, Any] = {"fp8": options.jla_float8, "seconds": options.jla_seconds}
+        if ours:
+            given["programs"] = pathlib.Path(programs)
+            given["compiled"] = peer_jla.start_compiling(plan, options.jla, **given)()
+            for model, seconds in given["compiled"].items():
+                print(f"{time.monotonic() - begin:6.1f} s  jla {model}: compiled beforehand: {seconds}", flush=True)
+        concurrent.futures.wait(ours)
+        for model, reason in compiling().items():
+            print(f"FLA {model}: not all compiled beforehand: {reason}", flush=True)
+        of_fla = peer_fla.time_models(
+            plan, options.peer, torch_compile=options.peer_torch_compile, seconds=options.peer_seconds
+        )
+        of_jla = peer_jla.time_models(plan, options.jla, **given)
+        for table, packages, records in (("peer", peer_fla.PACKAGES, of_fla), ("jla", peer_jla.PACKAGES, of_jla)):
+            for name, record in records:
+                failed += "error" in record
+                content = record | {"versions": installed_versions(packages), "environment": where}
+                add_row(options.results.with_name(f"{options.name}_{table}.jsonl"), "throughput", name, content)
+                said = record.get("step_seconds", record.get("error"))
+                print(f"{time.monotonic() - begin:6.1f} s  {table} {name}: {said}", flush=True)
     return failed
 
 

@@ -1,6 +1,7 @@
 """Compiling and timing one training step."""
 
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -121,11 +122,12 @@ def compile_case(
     graphdef, state = abstract_train_state(config, optimizer, mesh)
     if jax.tree.leaves(state.other):
         raise TypeError(f"{case.mixer.label}: expected a model of parameters alone")
-    parameters = _initial_parameters(config, state.parameters)
+    # Made when the case is timed: until then the device's memory is a peer's.
+    parameters = functools.cache(lambda: _initial_parameters(config, state.parameters))
 
     def new_state() -> TrainState:
         zero = np.zeros([], np.int32)
-        on_device = put_state(parameters, None)
+        on_device = put_state(parameters(), None)
         new = TrainState(on_device, state.other, optimizer.init(on_device), *put_state((zero, zero.copy()), None))
         return new if mesh is None else put_state(new, mesh)
 

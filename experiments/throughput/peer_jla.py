@@ -8,10 +8,12 @@ Its package holds no configuration files. Those of its published numbers are not
 what the comments of its presets and options say is fastest on an H100.
 """
 
+import itertools
 import json
 import pathlib
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from experiments.harness.child import Child, last_line
@@ -28,10 +30,18 @@ PRESETS: dict[Model, str] = {
 PACKAGES = ("jax", "jax-linear-attention", "equinox", "optax")
 # Steps of a window of its log, whose first step waits for the window before; the first window is left out.
 _WINDOW, _WINDOWS = 5, 3
+# What its trainer writes into the run's folder when the step is compiled.
+_COMPILED = "compile_preflight.json"
 
 
 def configuration(
-    plan: ThroughputStudy, model: Model, rows: int, folder: pathlib.Path, *, fp8: bool = False
+    plan: ThroughputStudy,
+    model: Model,
+    rows: int,
+    folder: pathlib.Path,
+    *,
+    fp8: bool = False,
+    programs: pathlib.Path | None = None,
 ) -> dict[str, Any]:
     """Its configuration of a model.
 
@@ -41,6 +51,7 @@ def configuration(
         rows: of each part of a step; the parts' gradients are added up.
         folder: of its run.
         fp8: matmuls in float8 with delayed scaling.
+        programs: folder of compiled programs, which it adds to and takes from; None keeps none.
     """
     # Of a recurrent mixer it can compute the operator again in the backward pass, which many rows at once need.
     again = model in ("gated_deltanet", "kda") and rows * plan.main_length > 8192
@@ -66,11 +77,78 @@ def configuration(
         },
         # Random tokens: speed does not depend on what they are.
         "data": {"source": "synthetic", "synthetic_kind": "uniform", "synthetic_samples": 1024},
+        "runtime": {"compile_cache_dir": "" if programs is None else str(programs)},
     }
 
 
+def _variants(models: Sequence[Model], fp8: bool) -> list[tuple[str, Model, bool]]:
+    """Names, models and whether in float8."""
+    return [
+        (f"{model}{'--fp8' * in_fp8}", model, in_fp8)
+        for model, in_fp8 in itertools.product(models, (False, True)[: 1 + fp8])
+    ]
+
+
+def _rows(plan: ThroughputStudy) -> int:
+    return plan.tokens // plan.main_length // plan.accumulation
+
+
+def start_compiling(
+    plan: ThroughputStudy,
+    models: Sequence[Model],
+    programs: pathlib.Path,
+    *,
+    fp8: bool = False,
+    seconds: float | None = None,
+) -> Callable[[], dict[str, float | str]]:
+    """Begins to compile the models' steps side by side: its trainer's own runs, ended when they have compiled.
+
+    Args:
+        plan: gives the tokens a step and a row, and in how many parts a step is taken.
+        models: which.
+        programs: folder of compiled programs, for the run that is timed.
+        fp8: also with matmuls in float8.
+        seconds: after which a process is ended; what it has not compiled is compiled in the run that is timed.
+
+    Returns:
+        A function that waits for them and gives, by name, the seconds that compiling took or why it did not end.
+    """
+    end = None if seconds is None else time.monotonic() + seconds
+    folder = tempfile.TemporaryDirectory()
+    children = {}
+    for name, model, in_fp8 in _variants(models, fp8):
+        run, config = pathlib.Path(folder.name) / name, pathlib.Path(folder.name) / f"{name}.json"
+        config.write_text(json.dumps(configuration(plan, model, _rows(plan), run, fp8=in_fp8, programs=programs)))
+        children[name] = Child("jla.cli", "train", "--config", config), run / _COMPILED
+
+    def wait() -> dict[str, float | str]:
+        found: dict[str, float | str] = {}
+        while len(found) < len(children):
+            for name, (child, compiled) in children.items():
+                late = end is not None and time.monotonic() > end
+                if name not in found and (compiled.exists() or late or not child.is_running):
+                    # Its first step would take memory that the others need to compile.
+                    _, failure = child.finish("", 0)
+                    found[name] = _compile_seconds(compiled) if compiled.exists() else last_line(failure)
+            time.sleep(0.05)
+        folder.cleanup()
+        return found
+
+    return wait
+
+
+def _compile_seconds(compiled: pathlib.Path) -> float:
+    return round(json.loads(compiled.read_text())["compile_seconds"], 1)
+
+
 def time_models(
-    plan: ThroughputStudy, models: Sequence[Model], *, fp8: bool = False, seconds: float | None = None
+    plan: ThroughputStudy,
+    models: Sequence[Model],
+    *,
+    fp8: bool = False,
+    seconds: float | None = None,
+    programs: pathlib.Path | None = None,
+    compiled: Mapping[str, float | str] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The name and the record of each model, one after another; of what failed the record says why.
 
@@ -80,19 +158,26 @@ def time_models(
         models: which.
         fp8: also with matmuls in float8.
         seconds: after which a process is ended.
+        programs: folder of compiled programs; None compiles all.
+        compiled: what `start_compiling` found: seconds for the records of what comes from `programs`.
     """
-    for model in models:
-        for in_fp8 in (False, True)[: 1 + fp8]:
-            yield f"{model}{'--fp8' * in_fp8}", _time(plan, model, in_fp8, seconds)
+    for name, model, in_fp8 in _variants(models, fp8):
+        record = _time(plan, model, in_fp8, seconds, programs)
+        before = (compiled or {}).get(name)
+        if isinstance(before, float) and record.get("rows_at_once") == _rows(plan) and "error" not in record:
+            record["compile_seconds"] = before
+        yield name, record
 
 
-def _time(plan: ThroughputStudy, model: Model, fp8: bool, seconds: float | None) -> dict[str, Any]:
-    rows = plan.tokens // plan.main_length // plan.accumulation
+def _time(
+    plan: ThroughputStudy, model: Model, fp8: bool, seconds: float | None, programs: pathlib.Path | None
+) -> dict[str, Any]:
+    rows = _rows(plan)
     while True:
         with tempfile.TemporaryDirectory() as temporary:
             folder = pathlib.Path(temporary)
             config = folder / "config.json"
-            content = configuration(plan, model, rows, folder / "run", fp8=fp8)
+            content = configuration(plan, model, rows, folder / "run", fp8=fp8, programs=programs)
             config.write_text(json.dumps(content))
             settings = {k: v for k, v in (content["model"] | content["train"]).items() if k != "output_dir"}
             what: dict[str, Any] = {"model": model, "fp8": fp8, "rows_at_once": rows, "settings": settings}
@@ -108,7 +193,7 @@ def _time(plan: ThroughputStudy, model: Model, fp8: bool, seconds: float | None)
 def read_run(folder: pathlib.Path, plan: ThroughputStudy) -> dict[str, Any]:
     """What its trainer has recorded: seconds of a step in each window but the first, parameters, planned memory."""
     windows = [record["metrics"] for record in _lines(folder / "metrics.jsonl") if record["event"] == "train"]
-    compiled = json.loads((folder / "compile_preflight.json").read_text())
+    compiled = json.loads((folder / _COMPILED).read_text())
     return {
         "length": plan.main_length,
         "tokens": plan.tokens,
@@ -116,7 +201,7 @@ def read_run(folder: pathlib.Path, plan: ThroughputStudy) -> dict[str, Any]:
         "step_seconds": [round(window["step_time"], 6) for window in windows[1:]],
         "peak_bytes": int(compiled["memory"].get("total_size_gib", 0) * 2**30),
         "loss": windows[-1]["loss"],
-        "compile_seconds": round(compiled["compile_seconds"], 1),
+        "compile_seconds": _compile_seconds(folder / _COMPILED),
     }
 
 

@@ -1,5 +1,6 @@
 """The throughput study: its operations counted by hand, one command end to end, failures recorded."""
 
+import dataclasses
 import io
 import json
 import os
@@ -231,8 +232,9 @@ def test_jla_is_timed_by_its_own_trainer(tmp_path, monkeypatch):
     (tmp_path / "jla" / "__init__.py").touch()
     (tmp_path / "jla" / "cli.py").write_text(
         """
-import json, pathlib, sys
+import json, pathlib, sys, time
 config = json.loads(pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+programs = pathlib.Path(config["runtime"]["compile_cache_dir"] or "none") / config["name"]
 train = config["train"]
 assert train["grad_accum"] * train["micro_batch_per_replica"] * train["seq_len"] == 65536
 if config["name"] == "kda":
@@ -247,6 +249,9 @@ lines = [{"event": "train", "metrics": {"step_time": s, "loss": 11.7}} for s in 
 (folder / "run.json").write_text(json.dumps({"parameters": 5}))
 compiled = {"compile_seconds": 3.0, "memory": {"total_size_gib": 2.0}}
 (folder / "compile_preflight.json").write_text(json.dumps(compiled))
+if programs.parent.exists() and not programs.exists():
+    programs.touch()
+    time.sleep(600)
 """
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -261,6 +266,15 @@ compiled = {"compile_seconds": 3.0, "memory": {"total_size_gib": 2.0}}
     assert (timed["rows_at_once"], timed["step_seconds"], timed["num_parameters"]) == (2, [2.0, 1.0], 5)
     assert timed["settings"]["fp8"] == "delayed" and "fp8" not in found["gated_deltanet"]["settings"]
     assert found["kda"]["error"] == "no such layer"
+
+    # Compiled first, by a process that is ended before it trains; the run that is timed then finds the program.
+    programs = {"programs": tmp_path / "programs", "seconds": 60}
+    programs["programs"].mkdir()
+    two_rows = dataclasses.replace(plan, accumulation=8)
+    compiled = peer_jla.start_compiling(two_rows, ("gated_deltanet", "kda"), **programs)()
+    assert compiled == {"gated_deltanet": 3.0, "kda": "no such layer"}
+    timed = dict(peer_jla.time_models(two_rows, ("gated_deltanet",), **programs, compiled={"gated_deltanet": 9.0}))
+    assert (timed["gated_deltanet"]["compile_seconds"], timed["gated_deltanet"]["step_seconds"]) == (9.0, [2.0, 1.0])
 
     ours = {"mixer": "Gated DeltaNet", "length": 4096, "deterministic": False, "packed": False, "keeps": "everything"}
     ours |= {"unrolled": True, "float8": False, "accumulation": 4, "rows": 16, "num_parameters": 7, "memory": None}
