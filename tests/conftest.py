@@ -6,8 +6,10 @@ import pathlib
 import jaxtyping
 import pytest
 
+from tests import annotations
+
 # Before any import of the packages, so that their annotations are checked under pytest.
-jaxtyping.install_import_hook(["rnnlib", "pallas_kernels"], "beartype.beartype")
+annotations.install(["rnnlib", "pallas_kernels"])
 
 import jax  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
