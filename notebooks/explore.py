@@ -17,7 +17,7 @@ from matplotlib_inline.backend_inline import set_matplotlib_formats
 from numpy.typing import ArrayLike
 
 from rnnlib import analysis
-from rnnlib.analysis import LayerReport, LayerSignals, plots
+from rnnlib.analysis import LayerReport, LayerActivations, plots
 
 type Rows = Sequence[Mapping[str, float]]
 
@@ -158,41 +158,41 @@ def draw_probabilities(probabilities: np.ndarray, labels: Sequence[str], *, xlab
 # The recurrences' inputs, layer by layer
 
 
-def half_lives(signals: LayerSignals) -> np.ndarray:
+def half_lives(activations: LayerActivations) -> np.ndarray:
     """`[H]`, or `[H, K]` of decays per channel: tokens after which the mean decay leaves a half."""
-    logs = np.log(np.maximum(analysis.decays(signals), 1e-30)).mean(axis=(0, 1))
+    logs = np.log(np.maximum(analysis.decays(activations), 1e-30)).mean(axis=(0, 1))
     return np.log(0.5) / np.minimum(logs, -1e-9)
 
 
-def draw_half_lives(layers: Sequence[LayerSignals], quantile: float = 1.0) -> Figure:
+def draw_half_lives(layers: Sequence[LayerActivations], quantile: float = 1.0) -> Figure:
     """Each head's half-life: the median of its channels, and a line over the middle of them."""
     figure, ax = plt.subplots(figsize=(7, 2.8))
-    for signals in layers:
-        values = half_lives(signals).reshape(signals.erase.shape[2], -1)
+    for activations in layers:
+        values = half_lives(activations).reshape(activations.erase.shape[2], -1)
         low, high = np.quantile(values, [1 - quantile, quantile], axis=1)
-        place = signals.layer + np.linspace(-0.3, 0.3, len(values))
+        place = activations.layer + np.linspace(-0.3, 0.3, len(values))
         ax.vlines(place, low, high, color="C0", alpha=0.5)
         ax.plot(place, np.median(values, axis=1), "o", color="C0", markersize=4)
     ax.set(yscale="log", xlabel="layer, its heads side by side", ylabel="half-life (tokens)")
-    ax.set_xticks([signals.layer for signals in layers])
-    if all(half_lives(signals).ndim == 1 for signals in layers):
+    ax.set_xticks([activations.layer for activations in layers])
+    if all(half_lives(activations).ndim == 1 for activations in layers):
         ax.set_title("Half-life of each head's state")
     else:
         ax.set_title(f"Half-lives: median and middle {2 * quantile - 1:.0%} of each head's channels")
     return figure
 
 
-def draw_gates(signals: LayerSignals) -> Figure:
+def draw_gates(activations: LayerActivations) -> Figure:
     """Histograms of a layer's decays and gates, of its first four heads."""
     figure, axes = plt.subplots(1, 3, figsize=(11, 2.6))
-    gates = {"decay": analysis.decays(signals), "erase gate": signals.erase, "write gate": signals.write}
+    gates = {"decay": analysis.decays(activations), "erase gate": activations.erase, "write gate": activations.write}
     for ax, (name, given) in zip(axes, gates.items()):
         values = np.asarray(given, np.float64)
         bounds = (0.0, max(1.0, float(values.max())))
         _draw_heads(ax, analysis.distribution(values, head_axis=2, bounds=bounds, bins=40))
         ax.set(xlabel=name, title=f"{name}: mean {values.mean():.2f}")
     axes[-1].legend(fontsize="small")
-    figure.suptitle(f"layer {signals.layer} ({signals.mixer})")
+    figure.suptitle(f"layer {activations.layer} ({activations.mixer})")
     return figure
 
 
@@ -201,18 +201,18 @@ def _draw_heads(ax: Axes, shown: analysis.Distribution) -> None:
         plots.plot_distribution(ax, shown, head=head, label=f"head {head}")
 
 
-def draw_spectra(layers: Sequence[LayerSignals], *, head: int, tokens: int, name: str) -> Figure:
+def draw_spectra(layers: Sequence[LayerActivations], *, head: int, tokens: int, name: str) -> Figure:
     """A head's key Gram in each layer: sorted eigenvalues and diagonal, over the first row's first tokens."""
     figure, axes = grid(len(layers), height=2.9)
-    for ax, signals in zip(axes, layers):
-        valid = None if signals.valid is None else signals.valid[:, :tokens]
-        spectrum = analysis.gram_spectrum(analysis.key_gram(signals.key[:, :tokens], valid))
+    for ax, activations in zip(axes, layers):
+        valid = None if activations.valid is None else activations.valid[:, :tokens]
+        spectrum = analysis.gram_spectrum(analysis.key_gram(activations.key[:, :tokens], valid))
         plots.plot_spectrum(ax, spectrum, head=head)
         eigenvalues = np.maximum(spectrum.eigenvalues[0, head], 1e-12)
         share = eigenvalues / eigenvalues.sum()
         rank = np.exp(-np.sum(share * np.log(share)))
         ax.set_title(
-            f"layer {signals.layer}: correlation {spectrum.correlation[0, head]:.2f},\n"
+            f"layer {activations.layer}: correlation {spectrum.correlation[0, head]:.2f},\n"
             f"diagonal share {spectrum.diagonal_share[0, head]:.2f}, effective rank {rank:.1f} of {len(share)}",
             fontsize="small",
         )
@@ -231,22 +231,22 @@ def draw_alignments(models: Mapping[str, Sequence[LayerReport]], channels: int) 
     return figure
 
 
-def draw_products(layers: Sequence[LayerSignals], *, title: str) -> Figure:
+def draw_products(layers: Sequence[LayerActivations], *, title: str) -> Figure:
     """Histograms of read key times write key, of each layer's first four heads."""
     figure, axes = grid(len(layers))
-    for ax, signals in zip(axes, layers):
-        shown = _of_valid(signals, analysis.key_products(signals))
+    for ax, activations in zip(axes, layers):
+        shown = _of_valid(activations, analysis.key_products(activations))
         _draw_heads(ax, shown)
         ax.axvline(1.0, color="grey", linewidth=1)
-        ax.set(xlabel="k . k~", title=f"layer {signals.layer}: mean {np.mean(shown.mean):.2f}")
+        ax.set(xlabel="k . k~", title=f"layer {activations.layer}: mean {np.mean(shown.mean):.2f}")
     axes[0].legend(fontsize="small")
     figure.suptitle(title)
     return figure
 
 
-def _of_valid(signals: LayerSignals, values: ArrayLike) -> analysis.Distribution:
+def _of_valid(activations: LayerActivations, values: ArrayLike) -> analysis.Distribution:
     values = np.asarray(values)
-    valid = np.asarray(signals.valid).reshape(*values.shape[:2], *(1,) * (values.ndim - 2))
+    valid = np.asarray(activations.valid).reshape(*values.shape[:2], *(1,) * (values.ndim - 2))
     return analysis.distribution(np.where(valid, values, np.nan), head_axis=2)
 
 
@@ -280,19 +280,19 @@ def draw_conditions(reports: Sequence[LayerReport], *, name: str) -> Figure:
     return figure
 
 
-def draw_head(signals: LayerSignals, *, head: int, tokens: int, name: str) -> Figure:
+def draw_head(activations: LayerActivations, *, head: int, tokens: int, name: str) -> Figure:
     """One head's decay and write eigenvalue, token by token over the first row."""
-    alpha = analysis.decays(signals)[0, :tokens, head]
+    alpha = analysis.decays(activations)[0, :tokens, head]
     per_channel = alpha.ndim == 2
     alpha = np.exp(np.log(np.maximum(alpha, 1e-30)).mean(axis=-1)) if per_channel else alpha
-    written = analysis.write_eigenvalues(signals)[0, :tokens, head]
+    written = analysis.write_eigenvalues(activations)[0, :tokens, head]
     figure, (ax, side) = plt.subplots(1, 2, figsize=(10, 2.8), sharey=True, width_ratios=(4, 1))
     places = range(1, len(alpha) + 1)
     ax.plot(places, alpha, label="decay" + " (geometric mean over channels)" * per_channel)
     ax.plot(places, written, ".", label="write eigenvalue")
     ax.axhline(0.0, color="grey", linewidth=1)
     ax.set(xlabel="token of the first row", ylabel="eigenvalue", ylim=(-1.05, 1.05))
-    ax.set_title(f"{name}, layer {signals.layer} ({signals.mixer}), head {head}: {np.mean(written < 0):.1%} negative")
+    ax.set_title(f"{name}, layer {activations.layer} ({activations.mixer}), head {head}: {np.mean(written < 0):.1%} negative")
     ax.legend(fontsize="small")
     for number, values in enumerate((alpha, written)):
         side.hist(
@@ -302,19 +302,19 @@ def draw_head(signals: LayerSignals, *, head: int, tokens: int, name: str) -> Fi
     return figure
 
 
-def draw_transition_of_head(signals: LayerSignals, *, head: int, name: str) -> Figure:
+def draw_transition_of_head(activations: LayerActivations, *, head: int, name: str) -> Figure:
     """One head's key Gram spectrum, squared lengths of keys, and eigenvalues along them, which lie from 0 to 1."""
-    energies = np.sum(np.asarray(signals.key, np.float64) ** 2, axis=-1)
-    eigenvalues = analysis.write_eigenvalues(signals)
+    energies = np.sum(np.asarray(activations.key, np.float64) ** 2, axis=-1)
+    eigenvalues = analysis.write_eigenvalues(activations)
     figure, axes = plt.subplots(1, 3, figsize=(12, 2.8))
-    plots.plot_spectrum(axes[0], analysis.gram_spectrum(analysis.key_gram(signals.key, signals.valid)), head=head)
+    plots.plot_spectrum(axes[0], analysis.gram_spectrum(analysis.key_gram(activations.key, activations.valid)), head=head)
     axes[0].set_title("Key Gram matrix: " + axes[0].get_title())
     axes[0].legend(fontsize="x-small")
     plots.plot_distribution(axes[1], analysis.distribution(energies, head_axis=2), head=head)
     axes[1].set(xlabel="k . k", title=f"Squared length of keys, mean {energies[:, :, head].mean():.2f}")
     plots.plot_distribution(axes[2], analysis.distribution(eigenvalues, head_axis=2, bounds=(0.0, 1.0)), head=head)
     axes[2].set(xlabel="eigenvalue", title=f"Transition along the key, mean {eigenvalues[:, :, head].mean():.2f}")
-    figure.suptitle(f"{name}, layer {signals.layer}, head {head}")
+    figure.suptitle(f"{name}, layer {activations.layer}, head {head}")
     return figure
 
 
@@ -332,37 +332,37 @@ def draw_eigenvalues(values: Mapping[str, np.ndarray]) -> Figure:
 # Bounded preconditioners
 
 
-def log_grams(signals: LayerSignals) -> tuple[analysis.Distribution, float, float]:
+def log_grams(activations: LayerActivations) -> tuple[analysis.Distribution, float, float]:
     """`log A` of the tokens that count, and the skewness of A and of log A."""
-    gram = np.asarray(signals.preconditioner.gram)[np.asarray(signals.valid)].reshape(1, -1)
-    logs = analysis.distribution(analysis.log_gram(gram, signals.preconditioner.eps), head_axis=0)
+    gram = np.asarray(activations.preconditioner.gram)[np.asarray(activations.valid)].reshape(1, -1)
+    logs = analysis.distribution(analysis.log_gram(gram, activations.preconditioner.eps), head_axis=0)
     return logs, analysis.distribution(gram, head_axis=0).skewness[0], logs.skewness[0]
 
 
-def draw_log_gram(layers: Sequence[LayerSignals]) -> Figure:
+def draw_log_gram(layers: Sequence[LayerActivations]) -> Figure:
     """Histograms of log A, and normal densities of the same mean and deviation."""
     figure, axes = grid(len(layers))
-    for ax, signals in zip(axes, layers):
-        logs, raw_skewness, log_skewness = log_grams(signals)
+    for ax, activations in zip(axes, layers):
+        logs, raw_skewness, log_skewness = log_grams(activations)
         plots.plot_distribution(ax, logs, label="log A")
         x, deviation = np.linspace(logs.edges[0], logs.edges[-1], 200), logs.deviation[0]
         density = np.exp(-(((x - logs.mean[0]) / deviation) ** 2) / 2) / (deviation * np.sqrt(2 * np.pi))
         ax.plot(x, density, color="C3", label="normal")
         ax.set(xlabel="log A")
-        ax.set_title(f"layer {signals.layer}: skewness of A {raw_skewness:.1f},\nof log A {log_skewness:.1f}")
+        ax.set_title(f"layer {activations.layer}: skewness of A {raw_skewness:.1f},\nof log A {log_skewness:.1f}")
     axes[0].legend(fontsize="small")
     return figure
 
 
-def draw_applied(layers: Sequence[LayerSignals], *, title: str) -> Figure:
+def draw_applied(layers: Sequence[LayerActivations], *, title: str) -> Figure:
     """Histograms of B, of each layer's first four heads."""
     figure, axes = grid(len(layers))
-    for ax, signals in zip(axes, layers):
-        shown = _of_valid(signals, signals.preconditioner.applied)
+    for ax, activations in zip(axes, layers):
+        shown = _of_valid(activations, activations.preconditioner.applied)
         _draw_heads(ax, shown)
         ax.axvline(1.0, color="grey", linewidth=1)
         ax.set(
-            xlabel="B", title=f"layer {signals.layer}: B from {shown.minimum.min():.2f} to {shown.maximum.max():.2f}"
+            xlabel="B", title=f"layer {activations.layer}: B from {shown.minimum.min():.2f} to {shown.maximum.max():.2f}"
         )
         ax.set_xlim(min(0.65, ax.get_xlim()[0]), max(1.52, ax.get_xlim()[1]))
     axes[0].legend(fontsize="small")
@@ -388,15 +388,15 @@ def draw_centers(centers: np.ndarray, layers: Sequence[int], *, name: str) -> Fi
     return figure
 
 
-def draw_preconditioner(signals: LayerSignals, *, head: int, token: int, name: str) -> Figure:
+def draw_preconditioner(activations: LayerActivations, *, head: int, token: int, name: str) -> Figure:
     """One head's log A and B at one token, over its channels and the sequences."""
-    part, at = signals.preconditioner, slice(token - 1, token)
-    product = analysis.key_products(signals)[:, at, head].ravel()
+    part, at = activations.preconditioner, slice(token - 1, token)
+    product = analysis.key_products(activations)[:, at, head].ravel()
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.8))
     logs = analysis.distribution(analysis.log_gram(part.gram[:, at], part.eps), head_axis=2, bins=20)
     plots.plot_distribution(axes[0], logs, head=head)
     axes[0].axvline(float(part.center[head]), color="C3", label="center")
-    axes[0].set(xlabel="log A", title=f"{name}, layer {signals.layer}, head {head}, token {token}")
+    axes[0].set(xlabel="log A", title=f"{name}, layer {activations.layer}, head {head}, token {token}")
     axes[0].legend()
     shown = analysis.distribution(part.applied[:, at], head_axis=2, bounds=(1 / 2, 2.0), bins=40)
     plots.plot_distribution(axes[1], shown, head=head)

@@ -29,7 +29,7 @@ class Models:
         trained: dict[str, LoadedRun],
         runs: str,
         *,
-        shown: Callable[[analysis.LayerSignals], bool] = lambda signals: True,
+        shown: Callable[[analysis.LayerActivations], bool] = lambda activations: True,
         lacking: str = "no recurrent layer",
     ):
         """Finds the run folders.
@@ -58,7 +58,7 @@ class Models:
         return ipywidgets.Dropdown(options=self.names, value=value or self.names[0], description=description)
 
     @functools.cache  # noqa: B019  (lives as long as the notebook)
-    def signals(self, name: str) -> list[analysis.LayerSignals]:
+    def activations(self, name: str) -> list[analysis.LayerActivations]:
         """What the recurrences of a model's layers get for held-out text, one entry a layer.
 
         Raises:
@@ -67,7 +67,7 @@ class Models:
         run = self._trained[name] if name in self._trained else load_run(self._runs[name])
         tokens, segment_ids = held_out_tokens(run)
         rows = analysis.iterate_layers(run.model, tokens, segment_ids=segment_ids, valid=segment_ids > 0)
-        found = [signals for signals in rows if self._shown(signals)]
+        found = [activations for activations in rows if self._shown(activations)]
         if not found:
             raise ValueError(f"{name} has {self._lacking}")
         return found
@@ -75,26 +75,26 @@ class Models:
     @functools.cache  # noqa: B019
     def reports(self, name: str) -> list[analysis.LayerReport]:
         """Their statistics; condition numbers after 8, 16, ... tokens."""
-        rows = self.signals(name)
+        rows = self.activations(name)
         length = rows[0].key.shape[1]
         times = [time for time in (8, 16, 32, 64, 128, 256) if time <= length]
-        return [analysis.report(signals, times=times) for signals in rows]
+        return [analysis.report(activations, times=times) for activations in rows]
 
     def squash_without_effect(self, squash: str, *names: str) -> list[str]:
         """Those of `squash_controls` that change no picture of these models.
 
         A bound stays as trained with the function; a model without preconditioner has neither.
         """
-        rows = [signals for name in names for signals in self._readable(name)]
+        rows = [activations for name in names for activations in self._readable(name)]
         if not any(
-            signals.preconditioner is not None and signals.preconditioner.applied is not None for signals in rows
+            activations.preconditioner is not None and activations.preconditioner.applied is not None for activations in rows
         ):
             return ["squash", "x"]
         return ["x"] if squash == "as trained" else []
 
-    def _readable(self, name: str) -> list[analysis.LayerSignals]:
+    def _readable(self, name: str) -> list[analysis.LayerActivations]:
         try:
-            return self.signals(name)
+            return self.activations(name)
         except ValueError:  # the picture says it
             return []
 
@@ -104,25 +104,25 @@ class Models:
             return
         # First back to what every model has: a picture is redrawn at each of these changes.
         self.layer.value = self.head.value = 0
-        self.head.options = range(min(signals.key.shape[2] for signals in rows))
-        self.layer.options = [(f"{signals.layer}: {signals.mixer}", i) for i, signals in enumerate(rows)]
+        self.head.options = range(min(activations.key.shape[2] for activations in rows))
+        self.layer.options = [(f"{activations.layer}: {activations.mixer}", i) for i, activations in enumerate(rows)]
         self.layer.value = self.head.value = 0
 
 
-def with_other_preconditioner(signals: analysis.LayerSignals, bound: float, squash: str) -> analysis.LayerSignals:
-    """A layer's signals as another bound and squash function would give them, with the weights that were trained.
+def with_other_preconditioner(activations: analysis.LayerActivations, bound: float, squash: str) -> analysis.LayerActivations:
+    """A layer's activations as another bound and squash function would give them, with the weights that were trained.
 
     Args:
-        signals: of a layer.
+        activations: of a layer.
         bound: x, from 1 to 2.
         squash: "rational", "tanh", or "as trained", which changes nothing, whatever the bound.
     """
-    part = signals.preconditioner
+    part = activations.preconditioner
     if squash == "as trained" or part is None or part.applied is None:
-        return signals
+        return activations
     applied = ops.squash_to_interval(part.gram, center=part.center, bound=float(bound), eps=part.eps, squash=squash)
     return dataclasses.replace(
-        signals, write_key=part.key * applied, preconditioner=dataclasses.replace(part, applied=applied)
+        activations, write_key=part.key * applied, preconditioner=dataclasses.replace(part, applied=applied)
     )
 
 

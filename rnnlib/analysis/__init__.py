@@ -18,7 +18,7 @@ from rnnlib.analysis.gram import (
     gram_spectrum,
     key_gram,
 )
-from rnnlib.analysis.layers import LayerSignals, Preconditioner, iterate_layers
+from rnnlib.analysis.layers import LayerActivations, Preconditioner, iterate_layers
 from rnnlib.analysis.report import LayerReport, PreconditionerReport, iterate_reports, report
 from rnnlib.analysis.saturation import Saturation, log_gram, saturation
 
@@ -26,8 +26,8 @@ __all__ = [
     "ConditionNumbers",
     "Distribution",
     "GramSpectrum",
+    "LayerActivations",
     "LayerReport",
-    "LayerSignals",
     "Preconditioner",
     "PreconditionerReport",
     "Saturation",

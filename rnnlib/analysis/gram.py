@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
 
-from rnnlib.analysis.layers import LayerSignals
+from rnnlib.analysis.layers import LayerActivations
 
 
 def key_gram(key: Float[Array, "B T H K"], valid: Bool[Array, "B T"] | None = None) -> Float[np.ndarray, "B H K K"]:
@@ -167,20 +167,22 @@ class ConditionNumbers(NamedTuple):
     preconditioned: np.ndarray | None
 
 
-def conditions_over_time(signals: LayerSignals, times: Sequence[int], *, ridge: float = 1e-2) -> ConditionNumbers:
+def conditions_over_time(
+    activations: LayerActivations, times: Sequence[int], *, ridge: float = 1e-2
+) -> ConditionNumbers:
     """Effective condition numbers of a layer's key Gram, that of a packed row's present document.
 
     Where the layer has a preconditioner the Gram has that one's keys, decay and gain (if they are one a head), so that
     its diagonal is A.
 
     Args:
-        signals: of the layer.
+        activations: of the layer.
         times: numbers of tokens, increasing, each from 1 to T.
         ridge: as in `condition_number`.
     """
-    preconditioner = signals.preconditioner
+    preconditioner = activations.preconditioner
     if preconditioner is None:
-        grams = gram_over_time(signals.key, times, segment_ids=signals.segment_ids)
+        grams = gram_over_time(activations.key, times, segment_ids=activations.segment_ids)
     else:
         gain = preconditioner.gain
         grams = gram_over_time(
@@ -188,7 +190,7 @@ def conditions_over_time(signals: LayerSignals, times: Sequence[int], *, ridge: 
             times,
             log_decay=preconditioner.log_decay,
             gain=None if gain is None or gain.ndim == 4 else gain,
-            segment_ids=signals.segment_ids,
+            segment_ids=activations.segment_ids,
         )
     diagonal = np.diagonal(grams, axis1=-2, axis2=-1)
     applied = None
@@ -197,10 +199,10 @@ def conditions_over_time(signals: LayerSignals, times: Sequence[int], *, ridge: 
 
     def of_valid_tokens(scale: np.ndarray | None) -> np.ndarray:
         conditions = condition_number(grams, scale, ridge=ridge)
-        if signals.valid is None:
+        if activations.valid is None:
             return conditions
         # [N, B, 1]
-        valid = np.swapaxes(np.asarray(signals.valid)[:, np.asarray(times) - 1], 0, 1)[..., None]
+        valid = np.swapaxes(np.asarray(activations.valid)[:, np.asarray(times) - 1], 0, 1)[..., None]
         return np.where(valid, conditions, np.nan)
 
     return ConditionNumbers(

@@ -45,11 +45,11 @@ class Preconditioner:
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerSignals:
+class LayerActivations:
     """What a layer's recurrence is given, for every token and head.
 
     Attributes:
-        layer: number of the block, from 0. Of mixers side by side each recurrent one has signals of its own.
+        layer: number of the block, from 0. Of mixers side by side each recurrent one has activations of its own.
         mixer: the mixer's name in the model's configuration.
         query: `[B, T, H, K]`, preconditioned where the layer does so.
         key: the read key, `[B, T, H, K]`.
@@ -83,7 +83,7 @@ def iterate_layers(
     positions: Int[Array, "B T"] | None = None,
     valid: Bool[Array, "B T"] | None = None,
     layers: Collection[int] | None = None,
-) -> Iterator[LayerSignals]:
+) -> Iterator[LayerActivations]:
     """Runs a model block by block and gives what each recurrence gets.
 
     Attention is passed over, and so are RWKV-7's mixers, whose transition has two keys.
@@ -101,7 +101,7 @@ def iterate_layers(
         layers: numbers of the blocks to give; None gives all.
 
     Yields:
-        The signals of each recurrent layer, first to last.
+        The activations of each recurrent layer, first to last.
 
     Raises:
         ValueError: `layers` names a block that the model does not have, or one whose solve axis does not say what its
@@ -139,7 +139,7 @@ def iterate_layers(
             eps = key_map.config.eps if isinstance(key_map, ApplyToKeyMap) else Preconditioner.eps
             preconditioner = None if parts is None else Preconditioner(**parts, eps=eps)
             name = own[i] if len(own) > 1 else names[layer]
-            yield LayerSignals(
+            yield LayerActivations(
                 layer, name, **arrays, preconditioner=preconditioner, segment_ids=segment_ids, valid=valid
             )
         x, carried = _run_block(graphdef, state, x, carried, segment_ids, positions)
@@ -193,12 +193,12 @@ def _run_block(graphdef, state, x, carried, segment_ids, positions):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _layer_arrays(graphdef, number, state, x, carried, segment_ids, positions):
-    """The signals of a block's mixer of a number, and what its preconditioner is of."""
+    """What a block's mixer of a number gives its recurrence, and what its preconditioner is of."""
     block = nnx.merge(graphdef, state)
     mixer = block.mixers[number]
     x = block.inputs_of_mixers(x, carried=carried, segment_ids=segment_ids, positions=positions)[number]
-    signals, _ = mixer.recurrence_inputs(x, segment_ids=segment_ids, positions=positions)
-    keys, gates, log_decay = signals.keys, signals.gates, signals.decay.log_decay
+    recurrence_inputs, _ = mixer.recurrence_inputs(x, segment_ids=segment_ids, positions=positions)
+    keys, gates, log_decay = recurrence_inputs.keys, recurrence_inputs.gates, recurrence_inputs.decay.log_decay
     erase = gates.beta if gates.erase is None else gates.erase
     write = gates.beta if gates.write is None else gates.write
     ones = jnp.ones((*x.shape[:2], mixer.shape.value_heads), mixer.shape.gate_dtype)
@@ -216,7 +216,9 @@ def _layer_arrays(graphdef, number, state, x, carried, segment_ids, positions):
     if key_map is None:
         return arrays, None
     columns = mixer.input_projection(x)
-    recurrence = key_map.gram(columns.under(prefix), keys.key, signals.decay, mixer.gain(columns, signals.decay))
+    recurrence = key_map.gram(
+        columns.under(prefix), keys.key, recurrence_inputs.decay, mixer.gain(columns, recurrence_inputs.decay)
+    )
     gram, _ = ops.diagonal_gram(**recurrence, segment_ids=segment_ids)
     applied = center = None
     if isinstance(key_map, ApplyToKeyMap):

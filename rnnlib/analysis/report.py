@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from rnnlib.analysis.distribution import Distribution, distribution
 from rnnlib.analysis.dynamics import decays, key_products, write_eigenvalues
 from rnnlib.analysis.gram import ConditionNumbers, GramSpectrum, conditions_over_time, gram_spectrum, key_gram
-from rnnlib.analysis.layers import LayerSignals, iterate_layers
+from rnnlib.analysis.layers import LayerActivations, iterate_layers
 from rnnlib.analysis.saturation import Saturation, log_gram, saturation
 from rnnlib.models import DecoderLM
 
@@ -91,72 +91,76 @@ def iterate_reports(
     if times is None:
         times = sorted({max(1, length >> shift) for shift in range(8)})
     rows = {"segment_ids": segment_ids, "positions": positions, "valid": valid}
-    for signals in iterate_layers(model, tokens, **rows, layers=layers):
-        yield report(signals, times=times, every=every)
+    for activations in iterate_layers(model, tokens, **rows, layers=layers):
+        yield report(activations, times=times, every=every)
 
 
-def report(signals: LayerSignals, *, times: Sequence[int], every: int = 16) -> LayerReport:
-    """The statistics of one layer's signals; arguments as `iterate_reports`.
+def report(activations: LayerActivations, *, times: Sequence[int], every: int = 16) -> LayerReport:
+    """The statistics of one layer's activations; arguments as `iterate_reports`.
 
     Raises:
         ValueError: `every` is less than 1, or `times` are not increasing numbers from 1 to T.
     """
     if every < 1:
         raise ValueError(f"every is {every}, expected at least 1")
-    if signals.valid is not None:
-        signals = _rows(signals, np.asarray(signals.valid).any(axis=1))
-    alpha = decays(signals)
+    if activations.valid is not None:
+        activations = _rows(activations, np.asarray(activations.valid).any(axis=1))
+    alpha = decays(activations)
     step = every if alpha.ndim == 4 else 1
     return LayerReport(
-        layer=signals.layer,
-        mixer=signals.mixer,
-        spectrum=gram_spectrum(key_gram(signals.key, signals.valid)),
-        conditions=conditions_over_time(signals, times),
-        key_product=_distribution(signals, key_products(signals)),
-        write_eigenvalue=_distribution(signals, write_eigenvalues(signals, every=step), every=step, bounds=(-1.0, 1.0)),
-        decay=_distribution(signals, alpha, bounds=(0.0, 1.0)),
-        gain=_distribution(signals, signals.erase, bounds=(0.0, max(1.0, float(np.max(signals.erase, initial=0.0))))),
-        preconditioner=_preconditioner_report(signals),
+        layer=activations.layer,
+        mixer=activations.mixer,
+        spectrum=gram_spectrum(key_gram(activations.key, activations.valid)),
+        conditions=conditions_over_time(activations, times),
+        key_product=_distribution(activations, key_products(activations)),
+        write_eigenvalue=_distribution(
+            activations, write_eigenvalues(activations, every=step), every=step, bounds=(-1.0, 1.0)
+        ),
+        decay=_distribution(activations, alpha, bounds=(0.0, 1.0)),
+        gain=_distribution(
+            activations, activations.erase, bounds=(0.0, max(1.0, float(np.max(activations.erase, initial=0.0))))
+        ),
+        preconditioner=_preconditioner_report(activations),
     )
 
 
-def _rows(signals: LayerSignals, rows: np.ndarray) -> LayerSignals:
-    """The signals of some of the sequences, chosen by `[B]` of bool."""
+def _rows(activations: LayerActivations, rows: np.ndarray) -> LayerActivations:
+    """The activations of some of the sequences, chosen by `[B]` of bool."""
 
     def choose(part: Any) -> dict[str, Any]:
         values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
         return {name: x[rows] for name, x in values.items() if hasattr(x, "shape") and x.ndim > 1}
 
-    preconditioner = signals.preconditioner
+    preconditioner = activations.preconditioner
     if preconditioner is not None:
         preconditioner = dataclasses.replace(preconditioner, **choose(preconditioner))
-    return dataclasses.replace(signals, **choose(signals), preconditioner=preconditioner)
+    return dataclasses.replace(activations, **choose(activations), preconditioner=preconditioner)
 
 
-def _only_valid(signals: LayerSignals, values: ArrayLike, every: int = 1) -> np.ndarray:
+def _only_valid(activations: LayerActivations, values: ArrayLike, every: int = 1) -> np.ndarray:
     """Values `[B, T, ...]` of every n-th token, NaN where that is not valid."""
     values = np.asarray(values, np.float64)
-    if signals.valid is None:
+    if activations.valid is None:
         return values
-    valid = np.asarray(signals.valid)[:, ::every]
+    valid = np.asarray(activations.valid)[:, ::every]
     return np.where(valid.reshape(*valid.shape, *(1,) * (values.ndim - 2)), values, np.nan)
 
 
-def _distribution(signals: LayerSignals, values: ArrayLike, *, every: int = 1, **options: Any) -> Distribution:
-    return distribution(_only_valid(signals, values, every), head_axis=2, **options)
+def _distribution(activations: LayerActivations, values: ArrayLike, *, every: int = 1, **options: Any) -> Distribution:
+    return distribution(_only_valid(activations, values, every), head_axis=2, **options)
 
 
-def _preconditioner_report(signals: LayerSignals) -> PreconditionerReport | None:
-    preconditioner = signals.preconditioner
+def _preconditioner_report(activations: LayerActivations) -> PreconditionerReport | None:
+    preconditioner = activations.preconditioner
     if preconditioner is None:
         return None
-    logs = _distribution(signals, log_gram(preconditioner.gram, preconditioner.eps))
+    logs = _distribution(activations, log_gram(preconditioner.gram, preconditioner.eps))
     if preconditioner.applied is None or preconditioner.center is None:
         return PreconditionerReport(logs, None, None, None)
     saturated = saturation(preconditioner.gram, preconditioner.center, preconditioner.eps)
     return PreconditionerReport(
         log_gram=logs,
-        applied=_distribution(signals, preconditioner.applied),
-        saturation=Saturation(*(_only_valid(signals, values) for values in saturated)),
+        applied=_distribution(activations, preconditioner.applied),
+        saturation=Saturation(*(_only_valid(activations, values) for values in saturated)),
         center=np.asarray(preconditioner.center),
     )

@@ -287,10 +287,12 @@ class RecurrentMixer(MixerWithOutput):
         if cache is not None:
             check_cache("RecurrentMixer", _plain(cache), jax.eval_shape(lambda: self.init_cache(x.shape[0], 1)))
         inputs = self.input_projection(x, self.epilogues())
-        signals, inputs, partial = self._signals(inputs, segment_ids, positions, cache)
+        recurrence_inputs, inputs, partial = self._recurrence_inputs(inputs, segment_ids, positions, cache)
         state = None if cache is None else cache.state
         steps = self.config.steps
-        out, state = self.solve(inputs, signals, segment_ids=documents_of_steps(segment_ids, steps), state=state)
+        out, state = self.solve(
+            inputs, recurrence_inputs, segment_ids=documents_of_steps(segment_ids, steps), state=state
+        )
         out = of_last_steps(out, steps)
         out = checkpoint_name(out, "recurrence")  # for checkpoint policies that keep it
         read = (
@@ -298,7 +300,7 @@ class RecurrentMixer(MixerWithOutput):
             if type(self.output_projection) is OutputProjection
             else self.output_projection
         )
-        y = read(inputs, out, of_last_steps(signals.value, steps))
+        y = read(inputs, out, of_last_steps(recurrence_inputs.value, steps))
         return y, (None if cache is None else partial._replace(state=state))
 
     def epilogues(self) -> dict[str, Epilogue]:
@@ -327,10 +329,10 @@ class RecurrentMixer(MixerWithOutput):
         """
         check_input("RecurrentMixer", x, self.shape.width)
         inputs = self.input_projection(x, self.epilogues())
-        signals, _, cache = self._signals(inputs, segment_ids, positions, cache)
-        return signals, cache
+        recurrence_inputs, _, cache = self._recurrence_inputs(inputs, segment_ids, positions, cache)
+        return recurrence_inputs, cache
 
-    def _signals(
+    def _recurrence_inputs(
         self, inputs: ProjectedInput, segment_ids: Array | None, positions: Array | None, cache: MixerCache | None
     ) -> tuple[RecurrenceInputs, ProjectedInput, MixerCache]:
         """The inputs of the recurrence, what the parts after it read, and the next cache without its `state`."""
@@ -379,8 +381,10 @@ class RecurrentMixer(MixerWithOutput):
             return cache
         batch = jax.tree.leaves(cache)[0].shape[0]
         # Of a token's arrays only shapes are read, so that a compiled loop computes none.
-        signals, _ = self.recurrence_inputs(jnp.zeros((batch, 1, self.shape.width), self.shape.dtype), cache=cache)
-        return cache._replace(state=self.solve.delay_updates(cache.state, signals))
+        recurrence_inputs, _ = self.recurrence_inputs(
+            jnp.zeros((batch, 1, self.shape.width), self.shape.dtype), cache=cache
+        )
+        return cache._replace(state=self.solve.delay_updates(cache.state, recurrence_inputs))
 
     def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike | None = None) -> MixerCache:
         """The cache before the first token.

@@ -140,7 +140,7 @@ class RidgeSolver(Solver):
     def __call__(
         self,
         inputs: ProjectedInput,
-        signals: RecurrenceInputs,
+        recurrence_inputs: RecurrenceInputs,
         *,
         segment_ids: SegmentIds | None = None,
         state: Any = None,
@@ -151,7 +151,7 @@ class RidgeSolver(Solver):
             ValueError: the decay is per channel, the gain gives more than a beta per head, or the keys axis gives a
                 write key: the Gram matrix has none of these.
         """
-        gates, keys, log_decay = signals.gates, signals.keys, signals.decay.log_decay
+        gates, keys, log_decay = recurrence_inputs.gates, recurrence_inputs.keys, recurrence_inputs.decay.log_decay
         expect_no_previous("RidgeRegression", gates)
         if log_decay is not None and log_decay.ndim != 3:
             raise ValueError("RidgeRegression: the decay is per channel, expected one per head: Gram matrices take one")
@@ -181,7 +181,7 @@ class RidgeSolver(Solver):
         out, memory = ops.linear_attention(
             solution,
             keys.key,
-            signals.value,
+            recurrence_inputs.value,
             write=weight,
             initial_state=None if state is None else state.memory,
             scale=self.options.scale,

@@ -73,7 +73,7 @@ class GatedSlotsSolver(Solver):
     def __call__(
         self,
         inputs: ProjectedInput,
-        signals: RecurrenceInputs,
+        recurrence_inputs: RecurrenceInputs,
         *,
         segment_ids: SegmentIds | None = None,
         state: SlotState | None = None,
@@ -83,8 +83,8 @@ class GatedSlotsSolver(Solver):
         Raises:
             ValueError: there is no decay per slot, or the gain has gates.
         """
-        expect_no_previous("GatedSlots", signals.gates)
-        log_decay, gates = signals.decay.log_decay, signals.gates
+        expect_no_previous("GatedSlots", recurrence_inputs.gates)
+        log_decay, gates = recurrence_inputs.decay.log_decay, recurrence_inputs.gates
         if log_decay is None or log_decay.ndim != 4:
             raise ValueError("GatedSlots: the decay axis gives none per channel, expected one for each slot")
         if any(gate is not None for gate in (gates.beta, gates.erase, gates.write)):
@@ -94,15 +94,15 @@ class GatedSlotsSolver(Solver):
         options = {**self.options.arguments(), "scale": 1.0, "segment_ids": segment_ids}
         # Logits: a slot is a value head of one channel, with a decay of its own.
         logits, keys = ops.linear_attention(
-            signals.keys.query,
-            signals.keys.written,
+            recurrence_inputs.keys.query,
+            recurrence_inputs.keys.written,
             taken.reshape(batch, length, heads * slots, 1),
             log_decay=log_decay.reshape(batch, length, heads * slots),
             initial_state=None if state is None else state.key.reshape(batch, heads * slots, -1, 1),
             **options,
         )
         weights = jax.nn.softmax(logits.reshape(batch, length, heads, slots), axis=-1)
-        value = signals.value
+        value = recurrence_inputs.value
         out, values = ops.linear_attention(
             weights.astype(value.dtype),
             taken.astype(value.dtype),

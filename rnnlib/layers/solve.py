@@ -69,7 +69,7 @@ class Solver(nnx.Module, ColumnReader, abc.ABC):
     def __call__(
         self,
         inputs: ProjectedInput,
-        signals: RecurrenceInputs,
+        recurrence_inputs: RecurrenceInputs,
         *,
         segment_ids: SegmentIds | None = None,
         state: Any = None,
@@ -78,7 +78,7 @@ class Solver(nnx.Module, ColumnReader, abc.ABC):
 
         Args:
             inputs: the module's columns of the input projection by name, and the mixer's input `inputs.x` `[B, T, D]`.
-            signals: the results of the other axes.
+            recurrence_inputs: the results of the other axes.
             segment_ids: packed documents; the state restarts where the id changes.
             state: None (the state of `init_state`) or the state that the previous call returned.
         """
@@ -87,14 +87,14 @@ class Solver(nnx.Module, ColumnReader, abc.ABC):
     def init_state(self, batch_size: int) -> Any:
         """The state before the first token, a pytree of arrays."""
 
-    def delay_updates(self, state: Any, signals: RecurrenceInputs) -> Any:
+    def delay_updates(self, state: Any, recurrence_inputs: RecurrenceInputs) -> Any:
         """The state as a loop over single tokens carries it: one beside which writes wait, where that is faster.
 
         `rnnlib.inference.delayed_updates` flushes each `DelayedState` after the loop.
 
         Args:
             state: as for a call.
-            signals: of any token of the loop: shapes and dtypes count, not values.
+            recurrence_inputs: of any token of the loop: shapes and dtypes count, not values.
         """
         return state
 
@@ -158,39 +158,39 @@ class OnlineSolver(MatrixStateSolver):
     def __call__(
         self,
         inputs: ProjectedInput,
-        signals: RecurrenceInputs,
+        recurrence_inputs: RecurrenceInputs,
         *,
         segment_ids: SegmentIds | None = None,
         state: Any = None,
     ) -> tuple[ValueHeads, Any]:
         """Output and next state."""
-        expect_no_previous("Online", signals.gates)
+        expect_no_previous("Online", recurrence_inputs.gates)
         if isinstance(state, DelayedState):
             scale, implementation = self.options.scale, self.options.implementation
-            return delayed_token(self._token(signals), state, scale=scale, implementation=implementation)
+            return delayed_token(self._token(recurrence_inputs), state, scale=scale, implementation=implementation)
         return ops.gated_delta_rule(
-            signals.keys.query,
-            signals.keys.key,
-            signals.value,
-            beta=signals.gates.beta,
-            erase=signals.gates.erase,
-            write=signals.gates.write,
-            write_key=signals.keys.write_key,
-            log_decay=signals.decay.log_decay,
+            recurrence_inputs.keys.query,
+            recurrence_inputs.keys.key,
+            recurrence_inputs.value,
+            beta=recurrence_inputs.gates.beta,
+            erase=recurrence_inputs.gates.erase,
+            write=recurrence_inputs.gates.write,
+            write_key=recurrence_inputs.keys.write_key,
+            log_decay=recurrence_inputs.decay.log_decay,
             initial_state=state,
             segment_ids=segment_ids,
             **self.options.arguments(),
         )
 
-    def delay_updates(self, state: Any, signals: RecurrenceInputs) -> Any:
+    def delay_updates(self, state: Any, recurrence_inputs: RecurrenceInputs) -> Any:
         """The state, beside which writes wait where that is faster."""
-        return delay_updates(state, self._token(signals), implementation=self.options.implementation)
+        return delay_updates(state, self._token(recurrence_inputs), implementation=self.options.implementation)
 
-    def _token(self, signals: RecurrenceInputs) -> DeltaRuleInputs:
-        keys, gates = signals.keys, signals.gates
-        both = resolve_gates("Online", gates.beta, gates.erase, gates.write, signals.value.shape[:3])
-        log_decay = signals.decay.log_decay
-        return DeltaRuleInputs(keys.query, keys.key, signals.value, both, keys.write_key, log_decay)
+    def _token(self, recurrence_inputs: RecurrenceInputs) -> DeltaRuleInputs:
+        keys, gates = recurrence_inputs.keys, recurrence_inputs.gates
+        both = resolve_gates("Online", gates.beta, gates.erase, gates.write, recurrence_inputs.value.shape[:3])
+        log_decay = recurrence_inputs.decay.log_decay
+        return DeltaRuleInputs(keys.query, keys.key, recurrence_inputs.value, both, keys.write_key, log_decay)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +225,7 @@ class OfflineSolver(MatrixStateSolver):
     def __call__(
         self,
         inputs: ProjectedInput,
-        signals: RecurrenceInputs,
+        recurrence_inputs: RecurrenceInputs,
         *,
         segment_ids: SegmentIds | None = None,
         state: Any = None,
@@ -237,13 +237,13 @@ class OfflineSolver(MatrixStateSolver):
         Raises:
             ValueError: the gain gives an erase gate: linear attention has none.
         """
-        gates = signals.gates
+        gates = recurrence_inputs.gates
         expect_no_previous("Offline", gates)
         if gates.erase is not None:
             raise ValueError(
                 "Offline: the gain gives an erase gate, expected beta or write: linear attention erases nothing"
             )
-        token = self._token(signals)
+        token = self._token(recurrence_inputs)
         if isinstance(state, DelayedState):
             scale, implementation = self.options.scale, self.options.implementation
             return delayed_token(token, state, scale=scale, online=False, implementation=implementation)
@@ -258,15 +258,17 @@ class OfflineSolver(MatrixStateSolver):
             **self.options.arguments(),
         )
 
-    def delay_updates(self, state: Any, signals: RecurrenceInputs) -> Any:
+    def delay_updates(self, state: Any, recurrence_inputs: RecurrenceInputs) -> Any:
         """The state, beside which writes wait where that is faster."""
-        return delay_updates(state, self._token(signals), implementation=self.options.implementation)
+        return delay_updates(state, self._token(recurrence_inputs), implementation=self.options.implementation)
 
-    def _token(self, signals: RecurrenceInputs) -> DeltaRuleInputs:
-        keys, gates = signals.keys, signals.gates
+    def _token(self, recurrence_inputs: RecurrenceInputs) -> DeltaRuleInputs:
+        keys, gates = recurrence_inputs.keys, recurrence_inputs.gates
         write = gates.beta if gates.write is None else gates.write
-        own = resolve_gates("Offline", None, None, write, signals.value.shape[:3])
-        return DeltaRuleInputs(keys.query, keys.written, signals.value, own, None, signals.decay.log_decay)
+        own = resolve_gates("Offline", None, None, write, recurrence_inputs.value.shape[:3])
+        return DeltaRuleInputs(
+            keys.query, keys.written, recurrence_inputs.value, own, None, recurrence_inputs.decay.log_decay
+        )
 
 
 class NormalizedState(NamedTuple):
@@ -287,7 +289,7 @@ class NormalizedOfflineSolver(OfflineSolver):
     def __call__(
         self,
         inputs: ProjectedInput,
-        signals: RecurrenceInputs,
+        recurrence_inputs: RecurrenceInputs,
         *,
         segment_ids: SegmentIds | None = None,
         state: Any = None,
@@ -297,20 +299,20 @@ class NormalizedOfflineSolver(OfflineSolver):
         Raises:
             ValueError: the gain gives an erase gate, or a write gate per value channel.
         """
-        if signals.gates.write is not None and signals.gates.write.ndim == 4:
+        if recurrence_inputs.gates.write is not None and recurrence_inputs.gates.write.ndim == 4:
             raise ValueError("Offline: normalize takes a write gate per head, not per value channel")
-        wide, dtype = self.shape.gate_dtype, signals.value.dtype
-        value, keys = signals.value.astype(wide), signals.keys
+        wide, dtype = self.shape.gate_dtype, recurrence_inputs.value.dtype
+        value, keys = recurrence_inputs.value.astype(wide), recurrence_inputs.keys
         keys = Keys(keys.query.astype(wide), keys.written.astype(wide))
         value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
         if state is not None:
             state = jnp.concatenate([state.memory, state.weight[..., None]], axis=-1)
-        signals = signals._replace(keys=keys, value=value)
-        out, state = super().__call__(inputs, signals, segment_ids=segment_ids, state=state)
+        recurrence_inputs = recurrence_inputs._replace(keys=keys, value=value)
+        out, state = super().__call__(inputs, recurrence_inputs, segment_ids=segment_ids, state=state)
         state = NormalizedState(state[..., :-1], state[..., -1])
         return (out[..., :-1] / (out[..., -1:] + 1e-10)).astype(dtype), state
 
-    def delay_updates(self, state: Any, signals: RecurrenceInputs) -> Any:
+    def delay_updates(self, state: Any, recurrence_inputs: RecurrenceInputs) -> Any:
         """The state as it is: its two parts become one array for each call."""
         return state
 

@@ -87,7 +87,7 @@ class TrapezoidalSolver(Solver):
     def __call__(
         self,
         inputs: ProjectedInput,
-        signals: RecurrenceInputs,
+        recurrence_inputs: RecurrenceInputs,
         *,
         segment_ids: SegmentIds | None = None,
         state: Any = None,
@@ -97,13 +97,13 @@ class TrapezoidalSolver(Solver):
         Raises:
             ValueError: the gain gives other gates than `write` and `previous` per head.
         """
-        gates, keys, log_decay = signals.gates, signals.keys, signals.decay.log_decay
+        gates, keys, log_decay = recurrence_inputs.gates, recurrence_inputs.keys, recurrence_inputs.decay.log_decay
         if gates.previous is None or gates.write is None or gates.erase is not None or log_decay is None:
             raise ValueError("Trapezoidal: the gain gives no gate on the previous token, expected TrapezoidalGain")
         initial_memory, first_key, first_value = (None, None, None) if state is None else state
         query = self._per_value_head(keys.query)
         key = self._per_value_head(keys.written)
-        value = signals.value
+        value = recurrence_inputs.value
         key_before, value_before = _shift(key, first_key), _shift(value, first_value)
         # The state already includes the write of the token before the first.
         write_before = _shift(gates.write)

@@ -1,4 +1,4 @@
-"""The layers' signals are what the model computes with."""
+"""The layers' activations are what the model computes with."""
 
 import jax
 import jax.numpy as jnp
@@ -38,38 +38,43 @@ SEGMENTS = np.repeat([[1, 2, 1]], 2, axis=0).repeat([10, 3, 11], axis=1)
 
 @pytest.fixture(scope="module")
 def layers(model, tokens):
-    return {signals.layer: signals for signals in iterate_layers(model, tokens, segment_ids=jnp.asarray(SEGMENTS))}
+    return {
+        activations.layer: activations
+        for activations in iterate_layers(model, tokens, segment_ids=jnp.asarray(SEGMENTS))
+    }
 
 
 @nnx.jit
-def reference_signals(model, tokens, segment_ids):
+def reference_inputs(model, tokens, segment_ids):
     x = model.embedding[...][tokens]
-    signals = []
+    activations = []
     for block in model.blocks:
         normalised = block.mixer_norm(x)
-        has_signals = hasattr(block.mixer, "recurrence_inputs")
-        signals.append(block.mixer.recurrence_inputs(normalised, segment_ids=segment_ids)[0] if has_signals else None)
+        has_recurrence = hasattr(block.mixer, "recurrence_inputs")
+        activations.append(
+            block.mixer.recurrence_inputs(normalised, segment_ids=segment_ids)[0] if has_recurrence else None
+        )
         x = x + block.mixer(normalised, segment_ids=segment_ids)[0]
         x = x + block.feed_forward(block.feed_forward_norm(x))
-    return signals
+    return activations
 
 
 def test_every_recurrent_layer_gives_what_its_operator_gets(model, tokens, layers):
-    expected = reference_signals(model, tokens, jnp.asarray(SEGMENTS))
-    assert [(layer, signals.mixer) for layer, signals in layers.items()] == [
+    expected = reference_inputs(model, tokens, jnp.asarray(SEGMENTS))
+    assert [(layer, activations.mixer) for layer, activations in layers.items()] == [
         (0, "pgdn"),
         (2, "pmamba2"),
         (3, "pgdn_atq"),
         (4, "gated_deltanet"),
     ]
-    for layer, signals in layers.items():
+    for layer, activations in layers.items():
         right = expected[layer]
         for actual, wanted in (
-            (signals.query, right.keys.query),
-            (signals.key, right.keys.key),
-            (signals.write_key, right.keys.key if right.keys.write_key is None else right.keys.write_key),
-            (signals.write, right.gates.beta),
-            (signals.log_decay, right.decay.log_decay),
+            (activations.query, right.keys.query),
+            (activations.key, right.keys.key),
+            (activations.write_key, right.keys.key if right.keys.write_key is None else right.keys.write_key),
+            (activations.write, right.gates.beta),
+            (activations.log_decay, right.decay.log_decay),
         ):
             np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(layers[2].erase, 0.0)  # linear attention erases nothing
@@ -96,20 +101,20 @@ def test_preconditioners_are_those_that_were_applied(layers):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_diagonal_of_the_gram_over_time_is_the_diagonal_gram(model, tokens, layers, packed):
-    signals = layers[0] if packed else next(iterate_layers(model, tokens, layers=[0]))
-    preconditioner = signals.preconditioner
+    activations = layers[0] if packed else next(iterate_layers(model, tokens, layers=[0]))
+    preconditioner = activations.preconditioner
     times = [3, 10, 11, 17, LENGTH]
     grams = gram_over_time(
         preconditioner.key,
         times,
         log_decay=preconditioner.log_decay,
         gain=preconditioner.gain,
-        segment_ids=signals.segment_ids,
+        segment_ids=activations.segment_ids,
     )
     diagonal = np.diagonal(grams, axis1=-2, axis2=-1)
     for index, time in enumerate(times):
         np.testing.assert_allclose(diagonal[index], preconditioner.gram[:, time - 1], rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(conditions_over_time(signals, times).plain, condition_number(grams))
+    np.testing.assert_allclose(conditions_over_time(activations, times).plain, condition_number(grams))
 
 
 def test_layers_can_be_chosen_and_are_run_no_further(model, tokens, monkeypatch):
@@ -122,8 +127,8 @@ def test_layers_can_be_chosen_and_are_run_no_further(model, tokens, monkeypatch)
 
     monkeypatch.setattr(type(model.blocks[0].mixer), "recurrence_inputs", counted)
     jax.clear_caches()
-    assert [signals.layer for signals in iterate_layers(model, tokens, layers=[0])] == [0]
-    ran = len(calls)  # traced once for the signals and once in the block
+    assert [activations.layer for activations in iterate_layers(model, tokens, layers=[0])] == [0]
+    ran = len(calls)  # traced once for the activations and once in the block
     assert 1 <= ran <= 2
     assert list(iterate_layers(model, tokens, layers=[])) == []
     assert len(calls) == ran
@@ -185,11 +190,13 @@ def test_the_preconditioner_s_own_eps_is_reported():
     config = ModelConfig(11, 16, 1, 2, ("pgdn",), mixer_overrides={"pgdn": {"keys.eps": 0.1}}, mlp_width=16)
     model = DecoderLM(config, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(3), (2, LENGTH), 0, 11)
-    (signals,) = iterate_layers(model, tokens)
-    logs = np.log(np.asarray(signals.preconditioner.gram, np.float64) + 0.1)
-    s = logs - np.asarray(signals.preconditioner.center)[:, None]
-    np.testing.assert_allclose(np.exp(-np.log(1.5) * s / (1 + np.abs(s))), signals.preconditioner.applied, rtol=1e-4)
-    found = report(signals, times=[LENGTH]).preconditioner
+    (activations,) = iterate_layers(model, tokens)
+    logs = np.log(np.asarray(activations.preconditioner.gram, np.float64) + 0.1)
+    s = logs - np.asarray(activations.preconditioner.center)[:, None]
+    np.testing.assert_allclose(
+        np.exp(-np.log(1.5) * s / (1 + np.abs(s))), activations.preconditioner.applied, rtol=1e-4
+    )
+    found = report(activations, times=[LENGTH]).preconditioner
     np.testing.assert_allclose(found.log_gram.mean, logs.mean(axis=(0, 1, 3)), rtol=1e-6)
     np.testing.assert_allclose(found.saturation.rational, np.mean(np.abs(s) / (1 + np.abs(s)), axis=-1), rtol=1e-6)
 
@@ -198,9 +205,9 @@ def test_wrong_texts_are_named(model):
     """Shapes and dtypes are checked twice under pytest, the annotations first; what those do not say is here."""
     with pytest.raises(ValueError, match="tokens has numbers from -1 to 11, expected 0 to 10"):
         next(iterate_layers(model, jnp.array([[-1, 11]])))
-    (signals,) = iterate_layers(model, jnp.zeros((1, 3), jnp.int32), layers=[0])
+    (activations,) = iterate_layers(model, jnp.zeros((1, 3), jnp.int32), layers=[0])
     with pytest.raises(ValueError, match="every is 0, expected at least 1"):
-        report(signals, times=[3], every=0)
+        report(activations, times=[3], every=0)
 
 
 def test_layers_that_carry_share_or_stand_side_by_side(monkeypatch):
@@ -210,25 +217,25 @@ def test_layers_that_carry_share_or_stand_side_by_side(monkeypatch):
     options |= {"*": {"implementation": "scan"}, "gated_deltanet+attention": {"input_scales": (0.5, 2.0)}}
     config = ModelConfig(11, 16, len(mixers), 2, mixers, options, mlp_width=16, norm_positions=("input",))
     model, tokens, read = DecoderLM(config, rngs=nnx.Rngs(0)), jnp.arange(8).reshape(2, 4), []
-    own = RecurrentMixer._signals
+    own = RecurrentMixer._recurrence_inputs
 
     def recorded(mixer, inputs, *rest):
         read.append((mixer, inputs.x))
         return own(mixer, inputs, *rest)
 
     with jax.disable_jit():
-        monkeypatch.setattr(RecurrentMixer, "_signals", recorded)
+        monkeypatch.setattr(RecurrentMixer, "_recurrence_inputs", recorded)
         model(tokens)
-        monkeypatch.setattr(RecurrentMixer, "_signals", own)
+        monkeypatch.setattr(RecurrentMixer, "_recurrence_inputs", own)
         expected = [mixer.recurrence_inputs(x)[0] for mixer, x in read]
     found = list(iterate_layers(model, tokens))
-    assert [(signals.layer, signals.mixer) for signals in found] == [
+    assert [(activations.layer, activations.mixer) for activations in found] == [
         (0, "gated_deltanet"),
         (2, "zamba2"),
         (4, "kda"),
         (5, "zamba2"),
     ]
-    for signals, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(signals.query, wanted.keys.query, atol=1e-5, err_msg=signals.mixer)
-        np.testing.assert_allclose(signals.key, wanted.keys.key, atol=1e-5)
+    for activations, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(activations.query, wanted.keys.query, atol=1e-5, err_msg=activations.mixer)
+        np.testing.assert_allclose(activations.key, wanted.keys.key, atol=1e-5)
     assert len(list(iterate_reports(model, tokens))) == 4

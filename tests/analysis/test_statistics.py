@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rnnlib import analysis
-from rnnlib.analysis import LayerSignals, Preconditioner, plots
+from rnnlib.analysis import LayerActivations, Preconditioner, plots
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -43,7 +43,7 @@ def make_signals(seed=0, *, value_heads=HEADS, channel_decay=False, channel_eras
         gram = jnp.asarray(rng.lognormal(-2, 1, size=key.shape), jnp.float32)
         center = jnp.array([-2.0, 0.0, 1.0])
         preconditioner = Preconditioner(arrays["key"], gram, None, None, jnp.asarray(applied, jnp.float32), center)
-    return LayerSignals(3, "pgdn", **arrays, preconditioner=preconditioner)
+    return LayerActivations(3, "pgdn", **arrays, preconditioner=preconditioner)
 
 
 def test_spectrum_of_a_diagonal_gram():
@@ -86,9 +86,9 @@ def test_spectrum_of_nothing_is_finite():
 
 
 def test_key_gram_and_gram_over_time():
-    signals = make_signals(1)
-    keys = np.asarray(signals.key, np.float64)
-    decay, gain = np.exp(np.asarray(signals.log_decay, np.float64)), np.asarray(signals.erase, np.float64)
+    activations = make_signals(1)
+    keys = np.asarray(activations.key, np.float64)
+    decay, gain = np.exp(np.asarray(activations.log_decay, np.float64)), np.asarray(activations.erase, np.float64)
     state = np.zeros((BATCH, HEADS, CHANNELS, CHANNELS))
     expected = []
     for t in range(LENGTH):
@@ -96,16 +96,16 @@ def test_key_gram_and_gram_over_time():
         state = decay[:, t, :, None, None] * state + gain[:, t, :, None, None] * outer
         expected.append(state)
     times = [1, 7, LENGTH]
-    grams = analysis.gram_over_time(signals.key, times, log_decay=signals.log_decay, gain=signals.erase)
+    grams = analysis.gram_over_time(activations.key, times, log_decay=activations.log_decay, gain=activations.erase)
     np.testing.assert_allclose(grams, np.stack(expected)[np.array(times) - 1], rtol=1e-10)
-    plain = analysis.gram_over_time(signals.key, [LENGTH])[0]
-    np.testing.assert_allclose(plain, analysis.key_gram(signals.key), rtol=1e-10)
-    reset = signals.log_decay.at[:, 5].set(-jnp.inf)
-    after = analysis.gram_over_time(signals.key, [6], log_decay=reset)[0]
+    plain = analysis.gram_over_time(activations.key, [LENGTH])[0]
+    np.testing.assert_allclose(plain, analysis.key_gram(activations.key), rtol=1e-10)
+    reset = activations.log_decay.at[:, 5].set(-jnp.inf)
+    after = analysis.gram_over_time(activations.key, [6], log_decay=reset)[0]
     np.testing.assert_allclose(after, keys[:, 5, :, :, None] * keys[:, 5, :, None, :], rtol=1e-10)
     for times in ([], [0], [3, 3], [LENGTH + 1]):
         with pytest.raises(ValueError, match="expected increasing numbers from 1 to 20"):
-            analysis.gram_over_time(signals.key, times)
+            analysis.gram_over_time(activations.key, times)
 
 
 def test_condition_numbers():
@@ -120,10 +120,10 @@ def test_condition_numbers():
 
 
 def test_conditions_over_time_use_the_preconditioner_of_that_time():
-    signals = make_signals(2)
-    conditions = analysis.conditions_over_time(signals, [4, 20])
-    grams = analysis.gram_over_time(signals.key, [4, 20])
-    applied = np.asarray(signals.preconditioner.applied, np.float64)
+    activations = make_signals(2)
+    conditions = analysis.conditions_over_time(activations, [4, 20])
+    grams = analysis.gram_over_time(activations.key, [4, 20])
+    applied = np.asarray(activations.preconditioner.applied, np.float64)
     assert conditions.plain.shape == (2, BATCH, HEADS)
     for index, time in enumerate((4, 20)):
         expected = analysis.condition_number(grams[index], applied[:, time - 1])
@@ -142,14 +142,14 @@ def test_conditions_over_time_use_the_preconditioner_of_that_time():
     ],
 )
 def test_write_eigenvalue_is_the_transitions_smallest(options):
-    signals = make_signals(3, **options)
-    eigenvalues = analysis.write_eigenvalues(signals, every=5)
-    heads = signals.erase.shape[2]
+    activations = make_signals(3, **options)
+    eigenvalues = analysis.write_eigenvalues(activations, every=5)
+    heads = activations.erase.shape[2]
     repeat = lambda x: np.repeat(np.asarray(x, np.float64), heads // x.shape[2], axis=2)[:, ::5]  # noqa: E731
-    key, write_key = repeat(signals.key), repeat(signals.write_key)
+    key, write_key = repeat(activations.key), repeat(activations.write_key)
     erase, decay = (
-        np.asarray(signals.erase, np.float64)[:, ::5],
-        np.exp(np.asarray(signals.log_decay, np.float64))[:, ::5],
+        np.asarray(activations.erase, np.float64)[:, ::5],
+        np.exp(np.asarray(activations.log_decay, np.float64))[:, ::5],
     )
     erase = erase if erase.ndim == 4 else erase[..., None]
     decay = decay if decay.ndim == 4 else decay[..., None]
@@ -159,19 +159,19 @@ def test_write_eigenvalue_is_the_transitions_smallest(options):
 
 def test_several_keys_of_a_value_head_share_its_decay():
     """Mamba-3 of rank 2: two keys a value head, of which nothing is erased."""
-    signals = make_signals(3, value_heads=2, preconditioned=False)
-    keys = signals.key[:, :, jnp.array([0, 1, 2, 0])]
-    signals = dataclasses.replace(signals, key=keys, write_key=keys, erase=jnp.zeros_like(signals.erase))
-    eigenvalues = analysis.report(signals, times=[4]).write_eigenvalue
-    np.testing.assert_allclose(eigenvalues.mean, np.exp(signals.log_decay).mean(axis=(0, 1)).repeat(2), rtol=1e-5)
+    activations = make_signals(3, value_heads=2, preconditioned=False)
+    keys = activations.key[:, :, jnp.array([0, 1, 2, 0])]
+    activations = dataclasses.replace(activations, key=keys, write_key=keys, erase=jnp.zeros_like(activations.erase))
+    eigenvalues = analysis.report(activations, times=[4]).write_eigenvalue
+    np.testing.assert_allclose(eigenvalues.mean, np.exp(activations.log_decay).mean(axis=(0, 1)).repeat(2), rtol=1e-5)
 
 
 def test_key_products_and_decays():
-    signals = make_signals(4)
-    product = analysis.key_products(signals)
+    activations = make_signals(4)
+    product = analysis.key_products(activations)
     assert product.min() >= 2 / 3 - 1e-5 and product.max() <= 1.5 + 1e-5
     np.testing.assert_allclose(analysis.key_products(make_signals(4, preconditioned=False)), 1.0, rtol=1e-6)
-    np.testing.assert_allclose(analysis.decays(signals), np.exp(signals.log_decay), rtol=1e-6)
+    np.testing.assert_allclose(analysis.decays(activations), np.exp(activations.log_decay), rtol=1e-6)
 
 
 def test_distribution_counts_every_finite_value():
@@ -198,14 +198,14 @@ def test_saturation_of_both_squash_functions():
 
 
 def test_report_gathers_the_statistics():
-    signals = make_signals(5)
-    result = analysis.report(signals, times=[4, LENGTH])
+    activations = make_signals(5)
+    result = analysis.report(activations, times=[4, LENGTH])
     assert (result.layer, result.mixer) == (3, "pgdn")
     assert result.gain.counts.sum() == result.decay.counts.sum() == BATCH * LENGTH * HEADS
-    np.testing.assert_allclose(result.key_product.mean, analysis.key_products(signals).mean(axis=(0, 1)))
+    np.testing.assert_allclose(result.key_product.mean, analysis.key_products(activations).mean(axis=(0, 1)))
     np.testing.assert_allclose(
         result.preconditioner.log_gram.mean,
-        np.log(np.asarray(signals.preconditioner.gram)).mean(axis=(0, 1, 3)),
+        np.log(np.asarray(activations.preconditioner.gram)).mean(axis=(0, 1, 3)),
         rtol=1e-3,
     )
     assert result.preconditioner.applied.counts.sum() == BATCH * LENGTH * HEADS * CHANNELS

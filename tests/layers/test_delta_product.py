@@ -26,11 +26,17 @@ def test_steps_are_written_one_after_the_other():
     """The operator's result is that of a loop over tokens and their steps, in float64."""
     steps, mixer = 3, layer(3)
     x = inputs()
-    signals, _ = mixer.recurrence_inputs(x)
+    recurrence_inputs, _ = mixer.recurrence_inputs(x)
     columns = mixer.input_projection(x)
-    out, _ = mixer.solve(columns, signals)
-    query, key, value = (np.asarray(a, np.float64) for a in (signals.keys.query, signals.keys.key, signals.value))
-    beta, log_decay = np.asarray(signals.gates.beta, np.float64), np.asarray(signals.decay.log_decay, np.float64)
+    out, _ = mixer.solve(columns, recurrence_inputs)
+    query, key, value = (
+        np.asarray(a, np.float64)
+        for a in (recurrence_inputs.keys.query, recurrence_inputs.keys.key, recurrence_inputs.value)
+    )
+    beta, log_decay = (
+        np.asarray(recurrence_inputs.gates.beta, np.float64),
+        np.asarray(recurrence_inputs.decay.log_decay, np.float64),
+    )
     batch, size = query.shape[0], query.shape[-1]
     own = np.asarray(mixer.decay(columns).log_decay)
     state = np.zeros((batch, HEADS, size, value.shape[-1]))

@@ -163,8 +163,8 @@ def test_grouped_value_heads_share_their_key_head(name):
 )
 def test_eigenvalues_of_transitions(gain, lowest):
     module = build(gain=gain, key_norm="none" if isinstance(gain, KaczmarzGain) else "l2")
-    signals, _ = module.recurrence_inputs(20 * inputs(1, 50))
-    gates, k = signals.gates, signals.keys.key[0]
+    recurrence_inputs, _ = module.recurrence_inputs(20 * inputs(1, 50))
+    gates, k = recurrence_inputs.gates, recurrence_inputs.keys.key[0]
     erase = (gates.erase if gates.beta is None else gates.beta)[0]
     erase = erase if erase.ndim == 3 else erase[..., None]
     # I - k (b k)^T has eigenvalue 1 - b k.k once, and 1 elsewhere.
@@ -205,10 +205,10 @@ def test_half_precision_keeps_states_gates_and_decay_parameters_wide(name):
         assert variable.dtype == (jnp.float32 if path[-1] in kept else jnp.bfloat16), path
     x = inputs(1, 5).astype(jnp.bfloat16)
     cache = module.init_cache(1, 8)
-    signals, _ = module.recurrence_inputs(x)
-    assert signals.decay.log_decay.dtype == jnp.float32
-    assert all(gate.dtype == jnp.float32 for gate in signals.gates if gate is not None)
-    assert signals.keys.key.dtype == signals.value.dtype == jnp.bfloat16
+    recurrence_inputs, _ = module.recurrence_inputs(x)
+    assert recurrence_inputs.decay.log_decay.dtype == jnp.float32
+    assert all(gate.dtype == jnp.float32 for gate in recurrence_inputs.gates if gate is not None)
+    assert recurrence_inputs.keys.key.dtype == recurrence_inputs.value.dtype == jnp.bfloat16
     y, after = module(x, cache=cache)
     assert y.dtype == jnp.bfloat16
     assert after.state.dtype == jnp.float32
@@ -409,24 +409,27 @@ def test_bad_values_are_named(make, message):
         make()
 
 
-def test_signals_are_what_the_operator_gets():
-    """The axes can be looked into: running the operator on the signals and reading out is the call."""
+def test_recurrence_inputs_are_what_the_operator_gets():
+    """The axes can be looked into: running the operator on the recurrence_inputs and reading out is the call."""
     module = tiny("comba", **SCAN)
     x = jnp.asarray(inputs(1, 6))
-    signals, carried = module.recurrence_inputs(x)
+    recurrence_inputs, carried = module.recurrence_inputs(x)
     assert carried.state is None
-    gates = signals.gates
+    gates = recurrence_inputs.gates
     out, _ = ops.gated_delta_rule(
-        signals.keys.query,
-        signals.keys.key,
-        signals.value,
+        recurrence_inputs.keys.query,
+        recurrence_inputs.keys.key,
+        recurrence_inputs.value,
         erase=gates.erase,
         write=gates.write,
-        log_decay=signals.decay.log_decay,
+        log_decay=recurrence_inputs.decay.log_decay,
         implementation="scan",
     )
     np.testing.assert_allclose(
-        module.output_projection(module.input_projection(x), out, signals.value), module(x)[0], rtol=1e-5, atol=1e-6
+        module.output_projection(module.input_projection(x), out, recurrence_inputs.value),
+        module(x)[0],
+        rtol=1e-5,
+        atol=1e-6,
     )
     assert isinstance(gates, Gates)
 
@@ -434,7 +437,9 @@ def test_signals_are_what_the_operator_gets():
 def test_unit_gain_online_overwrites_a_repeated_key():
     """The delta rule with gain 1 and unit keys: reading with the key just written gives its value."""
     module = build(gain=UnitGain(), keys=PlainKeys())
-    signals, _ = module.recurrence_inputs(jnp.asarray(inputs(1, 12)))
+    recurrence_inputs, _ = module.recurrence_inputs(jnp.asarray(inputs(1, 12)))
     columns = module.input_projection(inputs(1, 12))
-    out, _ = module.solve(columns, signals._replace(keys=signals.keys._replace(query=signals.keys.key)))
-    np.testing.assert_allclose(out * SIZE**0.5, signals.value, rtol=1e-4, atol=1e-4)
+    out, _ = module.solve(
+        columns, recurrence_inputs._replace(keys=recurrence_inputs.keys._replace(query=recurrence_inputs.keys.key))
+    )
+    np.testing.assert_allclose(out * SIZE**0.5, recurrence_inputs.value, rtol=1e-4, atol=1e-4)

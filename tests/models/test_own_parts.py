@@ -162,7 +162,10 @@ class OwnSolve(SolveConfig):
 
 def test_analysis_takes_a_transition_only_as_the_solve_axis_says():
     (expected, _), (found, _) = (
-        [write_eigenvalues(signals) for signals in iterate_layers(model_of({"solve": solve}), TOKENS)]
+        [
+            write_eigenvalues(recurrence_inputs)
+            for recurrence_inputs in iterate_layers(model_of({"solve": solve}), TOKENS)
+        ]
         for solve in (layers.Online(), OwnSolve(True))
     )
     np.testing.assert_array_equal(found, expected)
@@ -174,13 +177,14 @@ def test_analysis_takes_a_transition_only_as_the_solve_axis_says():
 
 
 def test_eigenvalues_of_write_keys_with_other_signs_are_not_taken_for_real():
-    (signals, *_) = iterate_layers(model_of({}, mixer="kda"), TOKENS)
+    (recurrence_inputs, *_) = iterate_layers(model_of({}, mixer="kda"), TOKENS)
     turned = dataclasses.replace(
-        signals, write_key=signals.key * jnp.where(jnp.arange(signals.key.shape[-1]) % 2, 1, -1)
+        recurrence_inputs,
+        write_key=recurrence_inputs.key * jnp.where(jnp.arange(recurrence_inputs.key.shape[-1]) % 2, 1, -1),
     )
     with pytest.raises(ValueError, match=r"erase [*] key [*] write_key is negative in 50% of the channels"):
         write_eigenvalues(turned)
-    assert np.all(write_eigenvalues(signals) <= 1)
+    assert np.all(write_eigenvalues(recurrence_inputs) <= 1)
 
 
 @pytest.mark.parametrize("mixer", ["mamba3", "retnet", "deltanet", "attention"])
