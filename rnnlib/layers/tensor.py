@@ -1,7 +1,8 @@
 """Tensor parallelism: each device has some of the heads, channels or rows of a table, and sums go over all devices.
 
-A layer that is built within `tensor_shards(n)` is one of n equal shards. Its parameters have the whole layer's names.
-Some of them are split into n parts along one axis, and the i-th device has the i-th part. Inputs and outputs are whole.
+A layer that is built within `tensor_shards(n)`, or within `shard_map` over n devices of the axis "tensor", is one of n
+equal shards. Its parameters have the whole layer's names. Some of them are split into n parts along one axis, and the
+i-th device has the i-th part. Inputs and outputs are whole.
 
 All devices compute the same loss. Within `jax.shard_map(check_vma=False)` each device differentiates its own copy, and
 gets a part of the gradient. So each device divides the loss by n, and the gradients of parameters that are whole on
@@ -9,32 +10,39 @@ every device are summed over the axis.
 """
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
 from typing import Any
 
 from flax import nnx
 from jax import Array, lax
+from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, use_abstract_mesh
 
 TENSOR = "tensor"
 """The mesh axis over which layers are sharded."""
 
-_TP_SIZE: contextvars.ContextVar[int] = contextvars.ContextVar("tensor_shards", default=1)
+_NO_MESH = AbstractMesh((), ())
 
 
 @contextlib.contextmanager
 def tensor_shards(count: int) -> Iterator[None]:
-    """Layers that are built within are one of `count` shards, for use within `shard_map` over the axis "tensor"."""
-    token = _TP_SIZE.set(count)
-    try:
+    """Layers that are built within are one of `count` shards, for use within `shard_map` over the axis "tensor".
+
+    Layers ask JAX's own mesh, which within such a `shard_map` has the axis already. Elsewhere it is set here, for
+    shapes as `nnx.eval_shape` finds them: arrays on such an axis are within a `shard_map` only.
+    """
+    if current_tp_size() == count:
         yield
-    finally:
-        _TP_SIZE.reset(token)
+        return
+    device = get_abstract_mesh().abstract_device
+    alone = AbstractMesh((count,), (TENSOR,), axis_types=(AxisType.Manual,), abstract_device=device)
+    with use_abstract_mesh(_NO_MESH), use_abstract_mesh(alone):  # JAX refuses a mesh of another size within one
+        yield
 
 
 def current_tp_size() -> int:
     """The number of devices that a layer is sharded over if it is built now; 1 outside of `tensor_shards`."""
-    return _TP_SIZE.get()
+    mesh = get_abstract_mesh()
+    return mesh.shape[TENSOR] if TENSOR in mesh.manual_axes else 1
 
 
 def shard_size(size: int, what: str) -> int:
