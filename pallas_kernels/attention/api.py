@@ -5,6 +5,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.attention.triton import decode as triton
 from pallas_kernels.attention.triton.decode import TokenAttentionConfig
+from pallas_kernels.common.refusal import expect_backend, refuse
 from pallas_kernels.common.triton.backend import unsupported_arrays
 from pallas_kernels.common.vma import pvary_together
 
@@ -80,8 +81,7 @@ def token_attention(
         NotImplementedError: there is an `unsupported_reason`, but for the device and few rows.
         ValueError: `backend` is neither, or `angle` is given to Triton.
     """
-    if backend not in ("triton", "mosaic"):
-        raise ValueError(f"token_attention: backend is {backend!r}, expected 'triton' or 'mosaic'")
+    expect_backend("token_attention", backend, "triton", "mosaic")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v, ring, length, current, angle = pvary_together((q, k, v, (key, value, segment), length, current, angle))
     if backend == "mosaic":
@@ -91,8 +91,6 @@ def token_attention(
         return ring_attention(turned, key=ring[0], value=ring[1], last=length, seen=seen, scale=factor), *ring
     if angle is not None:
         raise ValueError("token_attention: angle is given, expected None with the backend 'triton'")
-    reason = unsupported_reason(q, k, v, key, value)
-    if reason is not None:
-        raise NotImplementedError(f"token_attention: the Triton kernels do not support {reason}")
+    refuse("token_attention", unsupported_reason(q, k, v, key, value))
     out, ring = triton.token_attention(q, k, v, ring, length, current, factor, config)
     return out, *ring

@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two
+from pallas_kernels.common.refusal import refuse
 from pallas_kernels.common.triton.backend import (
     call,
     exp,
@@ -81,9 +82,7 @@ def log_sum_exp(x: Float[Array, "*rows V"], *, config: LogSumExpConfig | None = 
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = unsupported_reason(x)
-    if reason is not None:
-        raise NotImplementedError(f"log_sum_exp: the Triton kernels do not support {reason}")
+    refuse("log_sum_exp", unsupported_reason(x))
     if config is None:
         config = LogSumExpConfig(columns=64) if interpreted() else LogSumExpConfig()
     flat = x.reshape(-1, x.shape[-1])

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.common.kernel_shape import CHUNK, next_power_of_two
 from pallas_kernels.common.platform import is_hopper, platform
+from pallas_kernels.common.refusal import expect_backend, refuse
 from pallas_kernels.common.triton.backend import unsupported_arrays
 from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
@@ -142,27 +143,19 @@ def gated_delta_rule(
     """
     if tied_gates and (write is not None or erase is None or erase.ndim != 3):
         raise ValueError("gated_delta_rule: tied_gates is True, expected erase [B, T, HV] and no write")
-    if backend not in ("triton", "mosaic", "mosaic_mma"):
-        raise ValueError(f"gated_delta_rule: backend is {backend!r}, expected 'triton', 'mosaic' or 'mosaic_mma'")
+    expect_backend("gated_delta_rule", backend, "triton", "mosaic", "mosaic_mma")
     needed = "mosaic" if config is None and backend == "mosaic" else "triton"
-    refuse_unsupported("gated_delta_rule", q, k, v, erase, log_decay, chunk_size=chunk_size, backend=needed)
+    reason = unsupported_reason(q, k, v, erase, log_decay, chunk_size=chunk_size, backend=needed)
+    refuse("gated_delta_rule", reason, needed)
     inputs = make_inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids)
-    if backend == "mosaic_mma" and (why := _mma_reason(inputs)) is not None:
-        raise NotImplementedError(f"gated_delta_rule: the kernels by mma do not support {why}")
+    if backend == "mosaic_mma":
+        refuse("gated_delta_rule", _mma_reason(inputs), backend)
     options, inputs = call_options(inputs, scale=scale, config=config, tied_gates=tied_gates, backend=backend)
     if q.shape[1] == 1:
         out, state = one_token(chunked_pass, options, inputs)
     else:
         out, state = crop_results(inputs, chunked_pass(options, pad_inputs(inputs)))
     return out.astype(v.dtype), state
-
-
-def refuse_unsupported(operator: str, *arrays: Array | None, chunk_size: int, backend: str = "triton") -> None:
-    """Raises NotImplementedError if there is an `unsupported_reason`."""
-    reason = unsupported_reason(*arrays, chunk_size=chunk_size, backend=backend)  # type: ignore[arg-type]
-    if reason is not None:
-        name = {"triton": "Triton", "mosaic": "Mosaic GPU"}[backend]
-        raise NotImplementedError(f"{operator}: the {name} kernels do not support {reason}")
 
 
 def call_options(

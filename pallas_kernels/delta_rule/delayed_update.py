@@ -6,6 +6,7 @@ from jaxtyping import Float
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.kernel_shape import CHUNK, next_power_of_two
 from pallas_kernels.common.platform import is_hopper
+from pallas_kernels.common.refusal import expect_backend, refuse
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.vma import varying_axes
 from pallas_kernels.delta_rule import api
@@ -93,11 +94,8 @@ def delayed_token(
         NotImplementedError: there is an `unsupported_reason`, but for the device and `jax.shard_map`.
         ValueError: `backend` is neither.
     """
-    if backend not in ("triton", "mosaic"):
-        raise ValueError(f"delayed_token: backend is {backend!r}, expected 'triton' or 'mosaic'")
-    reason = unsupported_reason(q, k, v, erase, log_decay)
-    if reason is not None:
-        raise NotImplementedError(f"delayed_token: the Triton kernels do not support {reason}")
+    expect_backend("delayed_token", backend, "triton", "mosaic")
+    refuse("delayed_token", unsupported_reason(q, k, v, erase, log_decay))
     x = make_inputs(q, k, v, write_key, erase, write, log_decay, None, None)
     if x.write_key is not None:
         x = x._replace(write_key=x.write_key.astype(x.k.dtype))
@@ -107,8 +105,7 @@ def delayed_token(
     if backend == "mosaic":
         from pallas_kernels.delta_rule.mosaic_gpu import decode_delayed as mosaic
 
-        if (reason := mosaic.unsupported_sizes(q.shape[3], v.shape[3])) is not None:
-            raise NotImplementedError(f"delayed_token: the kernel in Mosaic GPU does not support {reason}")
+        refuse("delayed_token", mosaic.unsupported_sizes(q.shape[3], v.shape[3]), backend)
         return mosaic.delayed_token(x, delayed, scale=kernel_shape.scale, online=online)
     out, after = triton.delayed_token(kernel_shape, x, delayed, launch or choose_config(x, online).decode)
     return out.astype(v.dtype), after

@@ -16,7 +16,8 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.common.decay import MAX_EXPONENT
 from pallas_kernels.common.kernel_shape import CHUNK
-from pallas_kernels.delta_rule.api import call_options, refuse_unsupported, unsupported_reason
+from pallas_kernels.common.refusal import refuse
+from pallas_kernels.delta_rule.api import call_options, unsupported_reason
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import crop_results, make_inputs, pad_inputs
 from pallas_kernels.delta_rule.vjp import chunked_pass
@@ -63,7 +64,7 @@ def dplr(
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
     """
-    refuse_unsupported("dplr", q, a, v, log_decay, chunk_size=CHUNK)
+    refuse("dplr", unsupported_reason(q, a, v, log_decay, chunk_size=CHUNK))
     inputs = make_inputs(q, a, v, b, None, None, log_decay, initial_state, segment_ids)
     dtype = inputs.q.dtype
     inputs = inputs._replace(value_key=k.astype(dtype), write_key=b.astype(dtype))

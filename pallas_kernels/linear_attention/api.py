@@ -6,6 +6,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise
+from pallas_kernels.common.refusal import expect_backend, refuse
 from pallas_kernels.delta_rule import api as delta_rule
 from pallas_kernels.delta_rule.api import call_options
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
@@ -116,12 +117,9 @@ def linear_attention(
         NotImplementedError: there is an `unsupported_reason`.
         ValueError: `backend` is neither.
     """
-    if backend not in ("triton", "mosaic"):
-        raise ValueError(f"linear_attention: backend is {backend!r}, expected 'triton' or 'mosaic'")
+    expect_backend("linear_attention", backend, "triton", "mosaic")
     reason = unsupported_reason(q, k, v, log_decay, chunk_size=chunk_size, backend=backend)
-    if reason is not None:
-        name = {"triton": "Triton", "mosaic": "Mosaic GPU"}[backend]
-        raise NotImplementedError(f"linear_attention: the {name} kernels do not support {reason}")
+    refuse("linear_attention", reason, backend)
     values = v
     if backend == "mosaic":
         v, (log_decay, write), initial_state = _narrow_heads(v, (log_decay, write), initial_state)

@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two
+from pallas_kernels.common.refusal import refuse
 from pallas_kernels.common.triton.backend import Operand, call, interpreted, unsupported_arrays, whole
 from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.norms.triton import Cut, norm_kernel, reverse_norm_kernel
@@ -182,9 +183,7 @@ def rms_norm(
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = unsupported_reason(x, scale, z, z_bias)
-    if reason is not None:
-        raise NotImplementedError(f"rms_norm: the Triton kernels do not support {reason}")
+    refuse("rms_norm", unsupported_reason(x, scale, z, z_bias))
     config = config or _schedule()
     shape, name = x.shape, jnp.dtype(x.dtype if dtype is None else dtype).name
     flat = [None if a is None else a.reshape(-1, shape[-1]) for a in (x, z)]
@@ -217,9 +216,7 @@ def rms_norm_of_sum(
         NotImplementedError: there is an `unsupported_reason`.
         ValueError: `parts` is not `[S, N, F]` of float32, with at least one part.
     """
-    reason = unsupported_reason(added, scale)
-    if reason is not None:
-        raise NotImplementedError(f"rms_norm_of_sum: the Triton kernels do not support {reason}")
+    refuse("rms_norm_of_sum", unsupported_reason(added, scale))
     if parts.shape[1:] != added.shape or not len(parts) or parts.dtype != jnp.float32:
         raise ValueError(
             f"rms_norm_of_sum: parts are {parts.dtype} of shape {parts.shape}, expected float32 [S, N, F] with S of at "

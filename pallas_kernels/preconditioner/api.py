@@ -20,8 +20,8 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two, resets_of
-from pallas_kernels.common.platform import platform
-from pallas_kernels.common.triton.backend import Operand, call, interpreted
+from pallas_kernels.common.refusal import refuse
+from pallas_kernels.common.triton.backend import Operand, call, interpreted, unsupported_arrays
 from pallas_kernels.common.vma import batch_alike, pvary_together
 from pallas_kernels.preconditioner.triton import Readout, apply_kernel, reverse_kernel, reverse_sums_kernel, sums_kernel
 
@@ -282,21 +282,20 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
 _run.defvjp(_forward, _backward)
 
 
-def unsupported_reason(k: Array, *others: Array | None) -> str | None:
-    """Why `diagonal_gram_readout` can't serve a call, as a noun phrase, or None if it can.
-
-    Args:
-        k: keys `[B, T, H, K]`.
-        *others: the other arrays, or None.
-    """
-    if platform() not in ("gpu", "cpu"):
-        return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"
-    for x in (k, *others):
-        if x is not None and x.dtype not in (jnp.bfloat16, jnp.float32):
-            return f"arrays of dtype {x.dtype} (only bfloat16 and float32)"
-    if k.shape[3] > _MAX_CHANNELS:
+def unsupported_reason(
+    k: Array,
+    x: Array | None = None,
+    parameter: Array | None = None,
+    log_decay: Array | None = None,
+    gain: Array | None = None,
+    initial_state: Array | None = None,
+) -> str | None:
+    """Why `diagonal_gram_readout` can't serve a call, as a noun phrase, or None if it can; arguments as there."""
+    gates = {"log_decay": log_decay, "gain": gain}
+    reason = unsupported_arrays(k=k, x=x, parameter=parameter, **gates, initial_state=initial_state)
+    if reason is None and k.shape[3] > _MAX_CHANNELS:
         return f"key size {k.shape[3]} (at most {_MAX_CHANNELS})"
-    return None
+    return reason
 
 
 def diagonal_gram_readout(
@@ -338,9 +337,7 @@ def diagonal_gram_readout(
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = unsupported_reason(k, x, parameter, log_decay, gain, initial_state)
-    if reason is not None:
-        raise NotImplementedError(f"diagonal_gram_readout: the Triton kernels do not support {reason}")
+    refuse("diagonal_gram_readout", unsupported_reason(k, x, parameter, log_decay, gain, initial_state))
     config = config or choose_gram_config()
     length, channels = k.shape[1], k.shape[3]
     resets = resets_of(segment_ids)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.common.kernel_shape import CHUNK, next_power_of_two, resets_of
 from pallas_kernels.common.platform import platform
+from pallas_kernels.common.refusal import refuse
 from pallas_kernels.common.triton.backend import interpreted, shared_memory, unsupported_arrays
 from pallas_kernels.common.vma import batch_alike, pvary_together
 from pallas_kernels.ridge.config import (
@@ -121,9 +122,8 @@ def ridge_solve(
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = unsupported_reason(q, k, solver=solver, precision=precision, adaptive=adaptive, chunk_size=chunk_size)
-    if reason is not None:
-        raise NotImplementedError(f"ridge_solve: the Triton kernels do not support {reason}")
+    options: dict[str, Any] = {"solver": solver, "precision": precision, "adaptive": adaptive}
+    refuse("ridge_solve", unsupported_reason(q, k, chunk_size=chunk_size, **options))
     inputs = pvary_together(_padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids))
     if precision is None:
         precision = _default_precision(inputs.k, adaptive)

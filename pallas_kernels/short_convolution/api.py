@@ -23,8 +23,8 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two, resets_of
-from pallas_kernels.common.platform import platform
-from pallas_kernels.common.triton.backend import Operand, call, interpreted, whole
+from pallas_kernels.common.refusal import refuse
+from pallas_kernels.common.triton.backend import Operand, call, interpreted, unsupported_arrays, whole
 from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.short_convolution.triton import Cut, convolution_kernel, reverse_convolution_kernel
 
@@ -302,7 +302,9 @@ _run.defvjp(_forward, _backward)
 def unsupported_reason(
     x: Array | jax.ShapeDtypeStruct,
     kernel: Array,
-    *others: Array | None,
+    bias: Array | None = None,
+    initial_state: Array | None = None,
+    *,
     activation: str | None = None,
     norm_size: int | None = None,
 ) -> str | None:
@@ -311,15 +313,14 @@ def unsupported_reason(
     Args:
         x: inputs `[B, T, D]`.
         kernel: filter `[W, D]`.
-        *others: the other arrays, or None.
+        bias: `[D]`, or None.
+        initial_state: `[B, W - 1, D]`, or None.
         activation: None or "silu".
         norm_size: channels of a head whose results get unit length, or None.
     """
-    if platform() not in ("gpu", "cpu"):
-        return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"
-    for array in (x, kernel, *others):
-        if array is not None and array.dtype not in (jnp.bfloat16, jnp.float32):
-            return f"arrays of dtype {array.dtype} (only bfloat16 and float32)"
+    reason = unsupported_arrays(x=x, kernel=kernel, bias=bias, initial_state=initial_state)
+    if reason is not None:
+        return reason
     if kernel.shape[0] > _MAX_WIDTH:
         return f"a filter of {kernel.shape[0]} tokens (at most {_MAX_WIDTH})"
     if activation not in (None, "silu"):
@@ -361,10 +362,9 @@ def short_convolution(
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = unsupported_reason(x, kernel, bias, initial_state, activation=activation, norm_size=norm_size)
-    if reason is not None:
-        raise NotImplementedError(f"short_convolution: the Triton kernels do not support {reason}")
-    stream = ConvolutionBranch(kernel, bias, initial_state, Epilogue(activation, norm_size, eps))
+    options: dict[str, Any] = {"activation": activation, "norm_size": norm_size}
+    refuse("short_convolution", unsupported_reason(x, kernel, bias, initial_state, **options))
+    stream = ConvolutionBranch(kernel, bias, initial_state, Epilogue(**options, eps=eps))
     return _convolutions(x, (stream,), segment_ids, config)[0][0]
 
 
@@ -423,9 +423,7 @@ def fused_convolutions(
     Raises:
         NotImplementedError: there is an `fused_unsupported_reason`.
     """
-    reason = fused_unsupported_reason(x, streams)
-    if reason is not None:
-        raise NotImplementedError(f"fused_convolutions: the Triton kernels do not support {reason}")
+    refuse("fused_convolutions", fused_unsupported_reason(x, streams))
     return _convolutions(x, streams, segment_ids, config)
 
 

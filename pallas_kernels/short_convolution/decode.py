@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv
+from pallas_kernels.common.refusal import refuse
 from pallas_kernels.common.triton.backend import (
     Operand,
     call,
@@ -148,9 +149,7 @@ def one_token_convolutions(streams: Sequence[TokenStream]) -> list[tuple[Array, 
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = unsupported_reason(streams)
-    if reason is not None:
-        raise NotImplementedError(f"one_token_convolutions: the Triton kernels do not support {reason}")
+    refuse("one_token_convolutions", unsupported_reason(streams))
     cuts = tuple(map(_cut, streams))
     arrays = pvary_together([(s.x, s.kernel, s.bias, s.state) for s in streams])
     inputs: dict[str, Operand | None] = {}

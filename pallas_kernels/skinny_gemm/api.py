@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from pallas_kernels.common.config import AMPLE_MEMORY, NUM_SMS, KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv
+from pallas_kernels.common.refusal import refuse
 from pallas_kernels.common.triton.backend import call, interpreted, shared_memory, unsupported_arrays, whole
 from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.skinny_gemm.columns import KernelColumns
@@ -273,8 +274,7 @@ def _check(
         reason = unsupported_reason(x, *kernels)
         if epilogue is not None and reason is None:
             reason = unsupported_arrays(log_rate=epilogue.log_rate, bias=epilogue.bias)
-        if reason is not None:
-            raise NotImplementedError(f"skinny_matmuls: the Triton kernels do not support {reason}")
+        refuse("skinny_matmuls", reason)
         if x.shape != (len(xs[0]), kernel.shape[0]):
             raise ValueError(
                 f"skinny_matmuls: x of kernel {i} has shape {x.shape}, expected {(len(xs[0]), kernel.shape[0])}"

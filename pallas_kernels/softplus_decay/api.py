@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two
+from pallas_kernels.common.refusal import refuse
 from pallas_kernels.common.triton.backend import Operand, call, interpreted, unsupported_arrays, whole
 from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.softplus_decay.triton import Cut, decay_kernel, reverse_decay_kernel
@@ -119,9 +120,7 @@ def softplus_decay(
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = unsupported_reason(p, rate, bias)
-    if reason is not None:
-        raise NotImplementedError(f"softplus_decay: the Triton kernels do not support {reason}")
+    refuse("softplus_decay", unsupported_reason(p, rate, bias))
     if config is None:
         config = DecayConfig(columns=32, rows=2, reverse_rows=4) if interpreted() else DecayConfig()
     flat = p.reshape(-1, p.shape[-1])

@@ -85,6 +85,12 @@ def test_what_has_no_symbolic_length_says_so():
     message = "gated_delta_rule: implementation 'triton' does not support symbolic sizes, as in .* for numbers"
     with pytest.raises(NotImplementedError, match=message):
         export.export(jax.jit(lambda x: ops.gated_delta_rule(**x, implementation="triton")))(x)
+    refused = "does not support symbolic sizes, as in (k|x) of"
+    with pytest.raises(NotImplementedError, match=refused):
+        export.export(jax.jit(lambda x: ops.precondition_key(x["k"], log_decay=x["beta"], implementation="triton")))(x)
+    with pytest.raises(NotImplementedError, match=refused):
+        kernel = jnp.ones((4, HEADS))
+        export.export(jax.jit(lambda x: ops.short_convolution(x, kernel, implementation="triton")))(x["beta"])
     message = "'chunked' does not support a decay of one number a channel over a symbolic length"
     with pytest.raises(NotImplementedError, match=message):
         export.export(jax.jit(lambda x: ops.diagonal_gram(x["k"], log_decay=x["log_decay"], implementation="chunked")))(

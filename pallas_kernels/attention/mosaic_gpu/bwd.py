@@ -58,6 +58,7 @@ from pallas_kernels.common.mosaic_gpu import (
     zeros,
 )
 from pallas_kernels.common.platform import is_hopper
+from pallas_kernels.common.refusal import refuse
 
 BLOCK = 2 * SIDE
 """Keys of a program, and queries of a step."""
@@ -80,11 +81,9 @@ def unsupported_reason(q: Array, k: Array, v: Array) -> str | None:
 
 def _unsupported_arrays(q: Array, k: Array, v: Array) -> str | None:
     reason = unsupported_heads(q=q, k=k, v=v)
-    if reason is not None:
-        return reason
-    if q.shape[1] % BLOCK:
+    if reason is None and q.shape[1] % BLOCK:
         return f"rows of {q.shape[1]} tokens (multiples of {BLOCK})"
-    return None
+    return reason
 
 
 class _TileScheduler(NamedTuple):
@@ -256,9 +255,7 @@ def attention_gradients(
     Raises:
         NotImplementedError: the kernel does not serve these arrays.
     """
-    objection = _unsupported_arrays(q, k, v)
-    if objection is not None:
-        raise NotImplementedError(f"attention_gradients does not support {objection}")
+    refuse("attention_gradients", _unsupported_arrays(q, k, v), "mosaic")
 
     @jax.custom_batching.custom_vmap
     def run(q: Array, k: Array, v: Array, out: Array, log_sums: Array, d_out: Array) -> tuple[Array, Array, Array]:

@@ -44,6 +44,7 @@ from pallas_kernels.common.mosaic_gpu import (
     zeros,
 )
 from pallas_kernels.common.platform import is_hopper
+from pallas_kernels.common.refusal import refuse
 
 _ROWS = 4 * SIDE  # of keys, and of values, that a step takes: copies of that size are the fastest
 _STAGES = 3  # steps whose keys and values are in shared memory
@@ -186,9 +187,7 @@ def ring_attention(
     Raises:
         NotImplementedError: the kernel does not serve these arrays.
     """
-    objection = _unsupported_arrays(q, key, value)
-    if objection is not None:
-        raise NotImplementedError(f"ring_attention does not support {objection}")
+    refuse("ring_attention", _unsupported_arrays(q, key, value), "mosaic")
     return _call(q, key, value, last, seen, scale)
 
 

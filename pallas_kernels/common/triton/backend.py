@@ -56,7 +56,7 @@ def whole(x: Array | jax.ShapeDtypeStruct | None) -> Operand | None:
     return None if x is None else Operand(x, x.shape, lambda *program: (0,) * len(x.shape))
 
 
-def unsupported_arrays(**arrays: Array | None) -> str | None:
+def unsupported_arrays(**arrays: Array | jax.ShapeDtypeStruct | None) -> str | None:
     """Why no kernel here can serve a call on these arrays, as a noun phrase, or None: the platform or a dtype."""
     if platform() not in ("gpu", "cpu"):
         return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"

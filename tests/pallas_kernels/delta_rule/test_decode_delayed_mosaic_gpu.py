@@ -175,7 +175,7 @@ def test_what_does_not_serve_is_named(unchecked_shapes):
         assert "2 tokens" in str(operators.delayed_update.unsupported_reason(two, two, two, backend="mosaic"))
         reason = "key size 256 with value size 128 (128 and a multiple of it)"
         assert operators.delayed_update.unsupported_reason(wide, wide, v, backend="mosaic") == reason
-    with pytest.raises(NotImplementedError, match=re.escape(f"the kernel in Mosaic GPU does not support {reason}")):
+    with pytest.raises(NotImplementedError, match=re.escape(f"the Mosaic GPU kernels do not support {reason}")):
         delayed_token(wide, wide, v, delayed=without_pending(jnp.zeros((1, 1, 256, 128)), wide, None), backend="mosaic")
     with pytest.raises(ValueError, match=re.escape("backend is 'cuda', expected 'triton' or 'mosaic'")):
         delayed_token(q, k, v, delayed=None, backend="cuda")

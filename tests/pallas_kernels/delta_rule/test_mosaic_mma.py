@@ -122,7 +122,7 @@ def test_a_copy_that_is_not_awaited_is_noticed(monkeypatch):
 def test_other_calls_are_refused(options, reason):
     case = dataclasses.replace(in_bfloat16("delta_rule"), **options)
     arrays, _ = make_inputs(case)
-    with pytest.raises(NotImplementedError, match=f"kernels by mma do not support {reason}"):
+    with pytest.raises(NotImplementedError, match=f"mma kernels do not support {reason}"):
         gated_delta_rule(**arrays, backend="mosaic_mma")
 
 
