@@ -53,6 +53,13 @@ def outside(theirs: Comparison, noise: Comparison) -> tuple[int, int, int]:
     return int(np.sum(np.abs(theirs.losses) > losses)), int(np.sum(np.abs(theirs.norms) > norms)), int(held_out)
 
 
+def told_outside(theirs: Comparison, noise: Comparison) -> str:
+    """What `outside` gives, in words."""
+    losses, norms, held_out = outside(theirs, noise)
+    count = len(theirs.losses)
+    return f"outside the band: {losses} and {norms} of {count} windows, held out {'yes' if held_out else 'no'}"
+
+
 def verdict(theirs: Comparison, noise: Comparison) -> Verdict:
     """By PLAN.md's rule: refuted by windows or a held-out loss outside the band, confirmed where all lies inside."""
     losses, norms, held_out = outside(theirs, noise)
@@ -103,10 +110,8 @@ def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
 def _judged(arm: str, found: dict[str, Comparison]) -> str:
     if arm != THEIRS or REORDERED not in found:
         return ""
-    losses, norms, held_out = outside(found[THEIRS], found[REORDERED])
-    count = len(found[THEIRS].losses)
-    where = f"outside the band: {losses} and {norms} of {count} windows, held out {'yes' if held_out else 'no'}"
-    return f"{verdict(found[THEIRS], found[REORDERED]).value} ({where})"
+    pair = found[THEIRS], found[REORDERED]
+    return f"{verdict(*pair).value} ({told_outside(*pair)})"
 
 
 def figure(plan: CurveStudy, rows: dict[tuple[str, str], Row], path: pathlib.Path) -> None:

@@ -46,6 +46,23 @@ def bits(setting: str, ours: str, theirs: str) -> Measure:
     return lambda: of_one_run(_bits(setting)[ours], _bits(setting)[theirs], SEEDS_OF_LOSS)
 
 
+def between(study: str, ours: str, theirs: str, setting: str = "real") -> Measure:
+    """Bits per byte of two models of a planned study, over reporting seeds; one has an allowance for seeds."""
+
+    def measure() -> Interval | None:
+        plan = load_study(study, setting)
+        runs = chosen(plan, table_path(study, setting))
+        length = str(plan.train.data.sequence_length)
+        if ours not in runs or theirs not in runs:
+            return None
+        first, second = ([run["test"][length]["bits_per_byte"] for run in runs[label]] for label in (ours, theirs))
+        if min(len(first), len(second)) < 2:
+            return of_one_run(first[0], second[0], SEEDS_OF_LOSS)
+        return between_seeds(first, second)
+
+    return measure
+
+
 def outcome(study: str, cell: str, label: str, setting: Setting = "real") -> Outcome | None:
     """A mixer's outcome in a cell of a study."""
     plan = whole_study(study, setting)

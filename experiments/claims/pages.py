@@ -7,6 +7,7 @@ import re
 
 from experiments.claims.claim import Claim, Part
 from experiments.claims.language import CLAIMS as LANGUAGE
+from experiments.claims.planned import HYPOTHESES, NOT_RUN
 from experiments.claims.recall import CLAIMS as RECALL
 from experiments.claims.speed import CLAIMS as SPEED
 from experiments.harness.page import markdown_table, replaced, write_between_marks
@@ -18,6 +19,8 @@ BEGIN = "<!-- verdict: written by `python -m experiments.claims`, do not edit --
 END = "<!-- end of the verdict -->"
 SUMMARY_BEGIN = "<!-- verdicts: written by `python -m experiments.claims`, do not edit -->"
 SUMMARY_END = "<!-- end of the verdicts -->"
+PLANNED_BEGIN = "<!-- hypotheses: written by `python -m experiments.claims`, do not edit -->"
+PLANNED_END = "<!-- end of the hypotheses -->"
 
 
 def _place(region: Region) -> str:
@@ -77,6 +80,40 @@ def write_summary(page: str, study: str) -> str:
         raise ValueError(f"{study}: {error}") from None
 
 
+def planned_text(study: str) -> str:
+    """The verdicts on all hypotheses of a study's plan."""
+    own = [(hypothesis.says, *hypothesis.answer()) for hypothesis in HYPOTHESES if hypothesis.study == study]
+    lines = [f"{number}. {says}: {verdict.value} ({found})." for number, (says, found, verdict) in enumerate(own, 1)]
+    has_claims = any(claim.study == study for claim in CLAIMS)
+    first = "Hypotheses of the plan, by its" if has_claims else "**Verdict.** By the plan's"
+    return "\n".join([f"{first} rules ([code](../claims/planned.py)):", "", *lines]) + "\n"
+
+
+def write_planned(page: str, study: str) -> str:
+    """A planned study's page with `planned_text` between its marks.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    try:
+        return replaced(page, f"{PLANNED_BEGIN}\n", PLANNED_END, planned_text(study))
+    except ValueError as error:
+        raise ValueError(f"{study}: {error}") from None
+
+
+def planned_index() -> str:
+    """The table of all hypotheses that were run, and how many wait, Markdown."""
+    rows, waiting = [], 0
+    for hypothesis in HYPOTHESES:
+        found, verdict = hypothesis.answer()
+        waiting += found == NOT_RUN
+        if found != NOT_RUN:
+            link = f"[{hypothesis.study}]({hypothesis.study}/README.md)"
+            rows.append((hypothesis.says, found, verdict.value, link))
+    header = ("hypothesis", "found", "verdict", "detail")
+    return "\n".join([*markdown_table(header, rows), "", f"{waiting} more wait for their runs."]) + "\n"
+
+
 def index() -> str:
     """The table of all claims, Markdown."""
     rows = []
@@ -88,7 +125,10 @@ def index() -> str:
 
 
 def write_pages(experiments: pathlib.Path = EXPERIMENTS) -> None:
-    """Writes every verdict and the index."""
+    """Writes every verdict and the indexes."""
+    for study in dict.fromkeys(hypothesis.study for hypothesis in HYPOTHESES):
+        page = experiments / study / "README.md"
+        write_text(page, write_planned(page.read_text(), study))
     for study in dict.fromkeys(claim.study for claim in CLAIMS):
         page = experiments / study / "README.md"
         text = write_summary(page.read_text(), study)
@@ -97,3 +137,4 @@ def write_pages(experiments: pathlib.Path = EXPERIMENTS) -> None:
                 text = write_verdict(text, claim)
         write_text(page, text)
     write_between_marks(experiments / "README.md", "claims", index())
+    write_between_marks(experiments / "README.md", "hypotheses", planned_index())

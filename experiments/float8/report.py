@@ -42,6 +42,12 @@ class Answer:
         inside = not self.skipped and statistics.fmean(self.differences) <= self.spread
         return Verdict.AGREES if inside else Verdict.DISAGREES
 
+    @property
+    def told(self) -> str:
+        """The mean difference and the spread, in words."""
+        mean = statistics.fmean(self.differences)
+        return f"{mean:+.4f} bits per byte over {len(self.differences)} seeds, bfloat16's are {self.spread:.4f} apart"
+
 
 def runs_of(plan: LanguageStudy, results: pathlib.Path) -> dict[str, dict[int, Row]]:
     """The finished runs by label and seed."""

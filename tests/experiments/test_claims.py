@@ -8,7 +8,18 @@ import pytest
 
 from experiments.claims.claim import Claim, Part
 from experiments.claims.evidence import accuracy, bits, solved, solves, steps
-from experiments.claims.pages import BEGIN, CLAIMS, END, index, verdict_text, write_summary, write_verdict
+from experiments.claims.pages import (
+    BEGIN,
+    CLAIMS,
+    END,
+    index,
+    planned_index,
+    verdict_text,
+    write_planned,
+    write_summary,
+    write_verdict,
+)
+from experiments.claims.planned import HYPOTHESES, NOT_RUN, answers, judged
 from experiments.harness.page import marks
 from experiments.harness.tables import EXPERIMENTS, read_table, table_path
 from experiments.harness.verdicts import Interval, Region, Verdict, above, below, equal
@@ -34,9 +45,32 @@ def test_a_page_with_claims_has_question_result_uncertainty_and_verdict_in_that_
         assert places == sorted(places) and places[-1] < page.index("\n## "), study
 
 
-def test_the_index_is_what_the_claims_give():
-    begin, end = marks("claims")
-    assert INDEX.split(begin, 1)[1].split(end, 1)[0].lstrip("\n") == index()
+@pytest.mark.parametrize("name, text", [("claims", index), ("hypotheses", planned_index)])
+def test_the_index_is_what_the_claims_and_hypotheses_give(name, text):
+    begin, end = marks(name)
+    assert INDEX.split(begin, 1)[1].split(end, 1)[0].lstrip("\n") == text()
+
+
+def test_verdicts_of_plans_are_what_their_rules_give_today():
+    studies = {hypothesis.study for hypothesis in HYPOTHESES}
+    planned = {path.parent.name for path in EXPERIMENTS.glob("*/PLAN.md")}
+    assert planned - studies == {"s_niah", "throughput"}, "additions to studies of papers' claims"
+    for study in studies:
+        page = (EXPERIMENTS / study / "README.md").read_text()
+        assert write_planned(page, study) == page, study
+        assert page.count("**Verdict.**") == 1, f"{study}: a verdict by hand"
+    with pytest.raises(ValueError, match="a_study: expected '<!-- hypotheses"):
+        write_planned("a page without marks", "a_study")
+
+
+def test_a_hypothesis_waits_for_all_of_its_runs():
+    yes, missing = (lambda: Interval(0.5, 0.3, 0.7)), (lambda: None)
+    region = above(0.2)
+    assert judged([("a", missing, region)])() == (NOT_RUN, Verdict.UNDECIDED)
+    assert judged([("a", yes, region), ("b", yes, region)])()[1] is Verdict.AGREES
+    assert judged([("a", yes, region), ("b", missing, region)])() == ("a: +50.0 % (+30.0 to +70.0)", Verdict.PARTLY)
+    assert answers([]) == (NOT_RUN, Verdict.UNDECIDED)
+    assert answers([("a", Verdict.AGREES), ("b", Verdict.DISAGREES)])[1] is Verdict.PARTLY
 
 
 def test_every_section_of_claims_has_a_verdict_by_the_rule_and_none_by_hand():
