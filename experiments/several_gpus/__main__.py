@@ -68,8 +68,8 @@ def groups(setting: Literal["small", "real", "long"]) -> tuple[Group, ...]:
         row: dict[str, Any] = {"tokens": 131_072, "main_length": 131_072, "lengths": (131_072,)}
         middle, large = (dataclasses.replace(each, warmup=2, steps=4) for each in (middle, large))
         return (
-            Group("340M", dataclasses.replace(middle, **row), "Gated DeltaNet", "input", ("context",)),
-            Group("1.3B", large, "Gated DeltaNet", "input", ("tensor",)),
+            Group("340M", dataclasses.replace(middle, **row), "Gated DeltaNet", "input", ("context",), ("context",)),
+            Group("1.3B", large, "Gated DeltaNet", "input", ("tensor",), ("tensor",)),
         )
     return (
         Group("340M", middle, "Gated DeltaNet", "everything", AXES, ("data", "fsdp")),

@@ -23,7 +23,14 @@ from experiments.harness.records import installed_versions
 from experiments.harness.study import pick_named, slug
 from experiments.harness.tables import add_row, read_table, write_text
 from experiments.throughput import peer_fla, peer_jla
-from experiments.throughput.measure import CompiledCase, Measurement, bytes_of_case, compile_case, in_groups
+from experiments.throughput.measure import (
+    CompiledCase,
+    Measurement,
+    bytes_of_case,
+    claim_memory,
+    compile_case,
+    in_groups,
+)
 from experiments.throughput.profiling import write_program
 from experiments.throughput.report import read_results, write_report
 from experiments.throughput.study import Case, Keeps, Scale, ThroughputStudy, cases, study
@@ -149,7 +156,7 @@ def _time_group(
                 return function()
             except Exception as error:
                 print(f"FAILED {case_name(case)}: {''.join(traceback.format_exception(error))[-3000:]}", flush=True)
-                failed[case] = error
+                failed[case] = error.with_traceback(None)  # whose frames hold the state on the device
                 running.pop(case, None)
         return None
 
@@ -245,6 +252,7 @@ def time_all(options: Options, plan: ThroughputStudy, missing: Sequence[Case]) -
         if has_peers:
             ours = [future for group in groups for future in group.values()] if options.compile_workers else []
             failed += time_peers(options, plan, where, ours)
+            claim_memory()
         for group in groups:
             concurrent.futures.wait(group.values())
             if options.seconds is not None and time.monotonic() - begin > options.seconds:

@@ -32,6 +32,7 @@ PACKAGES = ("jax", "jax-linear-attention", "equinox", "optax")
 _WINDOW, _WINDOWS = 5, 3
 # What its trainer writes into the run's folder when the step is compiled.
 _COMPILED = "compile_preflight.json"
+_LATE = "not compiled in time"
 
 
 def configuration(
@@ -108,7 +109,7 @@ def start_compiling(
         models: which.
         programs: folder of compiled programs, for the run that is timed.
         fp8: also with matmuls in float8.
-        seconds: after which a process is ended; what it has not compiled is compiled in the run that is timed.
+        seconds: after which a process is ended.
 
     Returns:
         A function that waits for them and gives, by name, the seconds that compiling took or why it did not end.
@@ -128,8 +129,10 @@ def start_compiling(
                 late = end is not None and time.monotonic() > end
                 if name not in found and (compiled.exists() or late or not child.is_running):
                     # Its first step would take memory that the others need to compile.
+                    has_ended = not child.is_running
                     _, failure = child.finish("", 0)
-                    found[name] = _compile_seconds(compiled) if compiled.exists() else last_line(failure)
+                    reason = last_line(failure) if has_ended else _LATE
+                    found[name] = _compile_seconds(compiled) if compiled.exists() else reason
             time.sleep(0.05)
         folder.cleanup()
         return found
@@ -162,8 +165,12 @@ def time_models(
         compiled: what `start_compiling` found: seconds for the records of what comes from `programs`.
     """
     for name, model, in_fp8 in _variants(models, fp8):
-        record = _time(plan, model, in_fp8, seconds, programs)
         before = (compiled or {}).get(name)
+        if before == _LATE:  # again it would be as late
+            what = {"model": model, "fp8": in_fp8, "rows_at_once": _rows(plan)}
+            yield name, what | {"error": f"not compiled in {seconds:.0f} s"}
+            continue
+        record = _time(plan, model, in_fp8, seconds, programs)
         if isinstance(before, float) and record.get("rows_at_once") == _rows(plan) and "error" not in record:
             record["compile_seconds"] = before
         yield name, record

@@ -236,6 +236,8 @@ import json, pathlib, sys, time
 config = json.loads(pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
 programs = pathlib.Path(config["runtime"]["compile_cache_dir"] or "none") / config["name"]
 train = config["train"]
+if programs.parent.name == "slow":
+    time.sleep(600)
 assert train["grad_accum"] * train["micro_batch_per_replica"] * train["seq_len"] == 65536
 if config["name"] == "kda":
     sys.exit("no such layer")
@@ -275,6 +277,9 @@ if programs.parent.exists() and not programs.exists():
     assert compiled == {"gated_deltanet": 3.0, "kda": "no such layer"}
     timed = dict(peer_jla.time_models(two_rows, ("gated_deltanet",), **programs, compiled={"gated_deltanet": 9.0}))
     assert (timed["gated_deltanet"]["compile_seconds"], timed["gated_deltanet"]["step_seconds"]) == (9.0, [2.0, 1.0])
+    late = peer_jla.start_compiling(two_rows, ("gated_deltanet",), tmp_path / "slow", seconds=0.1)()
+    timed = dict(peer_jla.time_models(two_rows, ("gated_deltanet",), **programs, compiled=late))
+    assert timed["gated_deltanet"]["error"] == "not compiled in 60 s"
 
     ours = {"mixer": "Gated DeltaNet", "length": 4096, "deterministic": False, "packed": False, "keeps": "everything"}
     ours |= {"unrolled": True, "float8": False, "accumulation": 4, "rows": 16, "num_parameters": 7, "memory": None}
