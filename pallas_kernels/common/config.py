@@ -18,11 +18,14 @@ class MosaicConfig:
         num_stages: chunks whose tiles, or queries and keys alone, are in shared memory at once; of the first stage,
             blocks of 64 key channels.
         num_ctas: at most, of a stage whose programs walk over all chunks: the number of processors.
+        scores_in_output: whether the queries' scores are found by one more warpgroup of the output's programs, and not
+            by the first stage; of these two stages.
     """
 
     num_compute_warpgroups: int = 1
     num_stages: int = 2
     num_ctas: int = NUM_SMS
+    scores_in_output: bool = False
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,9 @@ def choose_stages(config: DeltaRuleConfig) -> Stages:
     # Imported where it runs: a jax without Mosaic GPU still has all that Triton serves.
     from pallas_kernels.delta_rule.mosaic_gpu import stages as mosaic
 
-    forward = mosaic.wy_factors, mosaic.split_transitions, mosaic.fwd_o
     backward = mosaic.fwd_h, mosaic.bwd_dh_offsets, mosaic.bwd_dh, mosaic.bwd_dqkg
-    choices = zip(configs, in_triton, (*forward, *backward))
+    in_mosaic = Stages(mosaic.wy_factors, mosaic.split_transitions, mosaic.fwd_o, *backward)
+    choices = zip(configs, in_triton, in_mosaic)
     return Stages._make(triton if kernel.mosaic is None else other for kernel, triton, other in choices)
 
 

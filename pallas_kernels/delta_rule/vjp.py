@@ -86,8 +86,13 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any
     prepared = stages.wy_factors(kernel_shape, inputs, config.prepare)
     maps = stages.split_transitions(kernel_shape, inputs, prepared, config.maps)
     split_states = combine_splits(kernel_shape, maps, inputs.initial_state, config.fold)
-    results = batch_alike(inputs, stages.fwd_o(kernel_shape, inputs, prepared, split_states, config.output))
-    return results, (inputs, gates, prepared._replace(growth=None), maps, split_states)
+    output = config.output
+    wanted = {"keeps_scores": True} if output.mosaic is not None and output.mosaic.scores_in_output else {}
+    out, final, *scores = stages.fwd_o(kernel_shape, inputs, prepared, split_states, output, **wanted)
+    if scores:
+        prepared = prepared._replace(scores=scores[0])
+    results = batch_alike(inputs, (out, final))
+    return results, (inputs, gates, prepared._replace(growth=None, decay_sums=None), maps, split_states)
 
 
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:

@@ -17,7 +17,9 @@ from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.common.mosaic_gpu import (
     SIDE,
     added,
+    arrive,
     awaited,
+    barrier,
     fence_smem,
     left_parts,
     matrix_buffer,
@@ -25,6 +27,7 @@ from pallas_kernels.common.mosaic_gpu import (
     put,
     scale_columns,
     store,
+    wait,
     wait_for_stores,
     with_accumulators,
 )
@@ -40,6 +43,7 @@ from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     row_of,
     start_state,
     tokens,
+    weigh_pairs,
 )
 
 
@@ -52,11 +56,13 @@ def residuals(
     is_exact: bool,
     scaled: Callable | None = None,
     is_value: Any = None,
+    reads_first: bool = False,
 ) -> tuple[Array, ...]:
     """A chunk from the state `[V, K]` before it: R^T, the state after its decay and, with `scaled`, `scaled(S_0 Q^T)`.
 
     With `is_exact`, `Z - Ebar S_0` is not rounded before it goes through the inverse. Where `is_value` is false, the
-    values Z count as zero.
+    values Z count as zero. With `reads_first` both of the state's products are awaited before values are loaded. That
+    takes fewer registers: with less than 224 a thread the assembler has all products wait for one another otherwise.
     """
     left = state.astype(jnp.bfloat16)
     erased = getattr(tiles, "erased", tiles.written)
@@ -65,16 +71,20 @@ def residuals(
         multiply(recalled, left, erased.at[slot].T)
         for read in reads:
             multiply(read, left, tiles.read.at[slot].T)
+        outs: list[Array] = []
+        if reads_first:
+            recalled, outs = awaited(recalled), [scaled(awaited(read)) for read in reads]  # type: ignore[misc]
         values = load_written(tiles, slot, own)
         if is_value is not None:
             values = jnp.where(is_value, values, 0.0)
         erase = row_of(tiles, "erased_rows", slot)
-        new = values - scale_columns(awaited(recalled, running=len(reads)), erase)
+        new = values - scale_columns(recalled if reads_first else awaited(recalled, running=len(reads)), erase)
         parts = left_parts(new, is_exact)
         for part in parts:
             multiply(residual, part, tiles.inverse.at[slot].T)
         after = keep(state, kept)
-        outs = [scaled(awaited(read, running=len(parts))) for read in reads]  # type: ignore[misc]
+        if not reads_first:
+            outs = [scaled(awaited(read, running=len(parts))) for read in reads]  # type: ignore[misc]
         return awaited(residual), after, *outs
 
     return with_accumulators(body, *[CHUNK] * (2 if scaled is None else 3))
@@ -95,13 +105,18 @@ def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: 
                 else scale_columns(out, row_of(tiles, "read_rows", slot))
             )
 
-        residual, after, out = residuals(tiles, slot, place.own, state, kept, is_exact, scaled)
+        residual, after, out = residuals(
+            tiles, slot, place.own, state, kept, is_exact, scaled, reads_first=not hasattr(tiles, "scores")
+        )
         written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
         residual = residual.astype(jnp.bfloat16)
 
         def add(state, out):
             multiply(state, written, tiles.written.at[slot])
-            multiply(out, residual, tiles.scores.at[slot].T)
+            if not hasattr(tiles, "scores"):
+                wait(buffers.scored.at[slot])
+            scores = tiles.scores if hasattr(tiles, "scores") else buffers.scores
+            multiply(out, residual, scores.at[slot].T)
 
         state, out = added(add, after, out)
         wait_for_stores()
@@ -117,6 +132,41 @@ def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: 
     def _():
         r.final_state[place.batch, place.head, place.channels] = state
 
+    wait_for_stores(only_read=False)
+
+
+def _find_scores(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
+    """P of each chunk, ahead of the warpgroups that multiply with it; a slot's is free when its tiles are."""
+    del is_exact
+    first, count = chunks
+
+    def step(m, carry):
+        slot = pipeline.wait(m)
+
+        def body(scores):
+            multiply(scores, tiles.read.at[slot], tiles.written.at[slot].T)
+            return awaited(scores)
+
+        scores = with_accumulators(body, CHUNK)
+        sums = (
+            [tiles.decay_sums.at[slot, pl.ds(i * CHUNK, CHUNK)] for i in (0, 1)] if r.decay_sums is not None else None
+        )
+        run = tiles.run.at[slot] if r.run is not None else None
+        (scores,) = weigh_pairs(m, sums, run, scores)
+        if r.scores is not None:
+            wait_for_stores()
+        buffers.scores[slot] = (kernel_shape.scale * scores).astype(jnp.bfloat16)
+        fence_smem()
+        arrive(buffers.scored.at[slot])
+        if r.scores is not None:  # the programs of all blocks of value channels find the same
+
+            @pl.when(place.block == 0)
+            def _():
+                store(buffers.scores.at[slot], r.scores.at[place.batch, place.head, first + m])
+
+        return carry
+
+    lax.fori_loop(0, count, step, jnp.int32(0))
     wait_for_stores(only_read=False)
 
 
@@ -160,8 +210,12 @@ def fwd_o(
     is_exact: bool,
     num_compute_warpgroups: int,
     num_stages: int,
-) -> tuple[Array, Array]:
-    """Output `[B, T, HV, V]` and final state, transposed, `[B, HV, V, K]` float32.
+    keeps_scores: bool = False,
+) -> tuple[Array, Array, Array | None]:
+    """Output `[B, T, HV, V]`, final state, transposed, `[B, HV, V, K]` float32, and the scores that it finds.
+
+    Where `arrays` has no scores, one more warpgroup finds each chunk's: queries and keys are there anyway, and what it
+    finds does not leave the processor but for the backward.
 
     Args:
         kernel_shape: static facts.
@@ -170,8 +224,12 @@ def fwd_o(
         is_exact: whether what goes through the inverse is not rounded before.
         num_compute_warpgroups: blocks of 64 value channels of a program.
         num_stages: chunks whose tiles are in shared memory.
+        keeps_scores: whether scores that are found here are returned.
     """
     p = kernel_shape
+    buffers, finds_scores = {"out": matrix_buffer(num_compute_warpgroups, CHUNK, SIDE)}, arrays.scores is None
+    if finds_scores:
+        buffers |= {"scores": matrix_buffer(num_stages, CHUNK, CHUNK), "scored": barrier(1, num_stages)}
     results = call(
         _output_kernel,
         "delta_output",
@@ -180,14 +238,16 @@ def fwd_o(
         {
             "out": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype),
             "final_state": p.per_head(p.value_size, p.key_size, dtype=jnp.float32),
+            **({"scores": p.per_head(p.chunks, CHUNK, CHUNK)} if keeps_scores else {}),
         },
         chunk_tiles(p, arrays, num_compute_warpgroups),
-        {"out": matrix_buffer(num_compute_warpgroups, CHUNK, SIDE)},
+        buffers,
         num_compute_warpgroups=num_compute_warpgroups,
         num_stages=num_stages,
+        scores=_find_scores if finds_scores else None,
         is_exact=is_exact,
     )
-    return results["out"], results["final_state"]  # type: ignore[return-value]
+    return results["out"], results["final_state"], results.get("scores")  # type: ignore[return-value]
 
 
 def fwd_h(

@@ -10,7 +10,7 @@ of the bytes of a second bfloat16 part, that error is a quarter of it: `rounded_
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,7 +26,9 @@ from pallas_kernels.common.mosaic_gpu import (
     arrive,
     barrier,
     begin_copy,
+    column_numbers,
     launch,
+    load_column,
     load_row,
     load_state,
     load_turned,
@@ -35,7 +37,10 @@ from pallas_kernels.common.mosaic_gpu import (
     plain_buffer,
     quotient,
     remainder,
+    row_numbers,
     scale_columns,
+    spread_columns,
+    spread_rows,
     use_registers,
     wait,
     wait_for_readers,
@@ -45,6 +50,8 @@ from pallas_kernels.common.mosaic_gpu import (
 
 # Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
 _REGISTERS = {1: (240, 24), 2: (232, 40)}
+# Likewise where one more warpgroup, whose number comes last, finds scores.
+_REGISTERS_WITH_SCORES = {1: (232, 40, 200), 2: (192, 32, 96)}
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,9 @@ class PassArrays(NamedTuple):
         written_rows: likewise.
         read_rows: likewise.
         kept: `[B, HV, N]` or `[B, HV, N, K]`; None without decay.
+        decay_sums: where scores are found in the pass, the log decay to each token, multiples of 1/16 and the rest,
+            `[B, HV, N, 2 * C]` float32; else None.
+        run: likewise, see `run_rows`; None where no segments start.
     """
 
     written: Keys
@@ -177,13 +187,15 @@ class PassArrays(NamedTuple):
     written_rows: Array | None
     read_rows: Array | None
     kept: Array | None
+    decay_sums: Array | None = None
+    run: Array | None = None
 
     def by_name(self) -> dict[str, Array | None]:
         """The arrays alone."""
         return {name: x.array if isinstance(x, Keys) else x for name, x in self._asdict().items()}
 
 
-ROWS = ("write_rows", "erased_rows", "written_rows", "read_rows")
+ROWS = ("write_rows", "erased_rows", "written_rows", "read_rows", "run")
 
 
 def tokens(chunk: Any) -> Any:
@@ -206,6 +218,25 @@ def run_rows(kernel_shape: KernelShape, resets: Array | None) -> dict[str, Array
     shape = (p.batch, p.value_heads, p.length)
     by_token = {name: row.reshape(p.batch, 1, p.length).astype(jnp.float32) for name, row in by_token.items()}
     return {name: jnp.broadcast_to(row, shape) for name, row in by_token.items()}
+
+
+def weigh_pairs(m: Any, decay_sums: Sequence[Any] | None, run: Any, *pairs: Array) -> list[Array]:
+    """Pairs that are causal and of one run, times `exp(G_r - G_s)`; zero elsewhere.
+
+    Args:
+        m: the loop's variable, see `row_numbers`.
+        decay_sums: shared memory with the log decay to each token, multiples of 1/16 and the rest; None without decay.
+        run: shared memory with the runs' numbers; None where no segments start.
+        *pairs: matrices `[C, C]`.
+    """
+    is_near = spread_rows(row_numbers(m)) >= spread_columns(column_numbers())
+    if run is not None:
+        is_near &= spread_rows(load_column(run)) == spread_columns(load_row(run))
+    if decay_sums is None:
+        return [jnp.where(is_near, x, 0.0) for x in pairs]
+    coarse, fine = (spread_rows(load_column(x)) - spread_columns(load_row(x)) for x in decay_sums)
+    weight = jnp.exp(jnp.where(is_near, coarse + fine, -jnp.inf))
+    return [weight * x for x in pairs]
 
 
 def chunk_at(kernel_shape: KernelShape, i: Any) -> tuple[Any, Any, Any]:
@@ -235,6 +266,8 @@ def chunk_tiles(kernel_shape: KernelShape, x: PassArrays, num_compute_warpgroups
     for name in ROWS:
         if getattr(x, name) is not None:
             tiles[name] = Tile((CHUNK,), lambda r, at, n, name=name: getattr(r, name).at[at.batch, at.head, tokens(n)])
+    if x.decay_sums is not None:
+        tiles["decay_sums"] = Tile((2 * CHUNK,), lambda r, at, n: r.decay_sums.at[at.batch, at.head, n])
     if x.kept is not None and x.kept.ndim == 4:
         tiles["kept"] = Tile((kernel_shape.key_size,), lambda r, at, n: r.kept.at[at.batch, at.head, n])
     return tiles
@@ -330,6 +363,7 @@ def call(
     reverse: bool = False,
     blocks: int | None = None,
     span: Callable[..., tuple[Any, ...]] | None = None,
+    scores: Callable[..., None] | None = None,
     **static: Any,
 ) -> dict[str, Array | None]:
     """Runs `kernel` for each block of value channels, value head, and split of each row.
@@ -353,12 +387,14 @@ def call(
         blocks: length of the grid's first axis; None for the blocks of value channels.
         span: from `(refs, buffers, place, kernel_shape)` to the first chunk, the number of chunks, and what else the
             kernel needs. Each warpgroup calls it before the loop.
+        scores: what one more warpgroup runs, with the same arguments; it arrives at `buffers.scored` for a slot.
         **static: passed to the kernel.
 
     Returns:
         The outputs by name, None where none was asked for.
     """
-    computing, copying = _REGISTERS[num_compute_warpgroups]
+    registers = _REGISTERS if scores is None else _REGISTERS_WITH_SCORES
+    computing, copying, *scoring = registers[num_compute_warpgroups]
     sets = [(tiles, num_stages), (single_stage, 1)] if single_stage else [(tiles, num_stages)]
 
     def program(refs, memory):
@@ -394,6 +430,13 @@ def call(
             for at in pipelines:
                 wait_for_readers(at.free, at.num_stages, count)
 
+        if scores is not None:
+
+            @pl.when(group == num_compute_warpgroups + 1)
+            def _():
+                use_registers(scoring[0], more=scoring[0] > 128)
+                scores(refs, there, own, pipeline, place, chunks, kernel_shape=kernel_shape, **static)
+
     memory = {
         "tiles": tuple(tile.buffer(n) for copied, n in sets for tile in copied.values()),
         "buffers": tuple(buffers.values()),
@@ -405,7 +448,9 @@ def call(
         "head": kernel_shape.value_heads,
         "row": kernel_shape.batch * kernel_shape.num_splits,
     }
-    return launch(program, name, inputs, outputs, memory, grid=grid, warpgroups=num_compute_warpgroups + 1)
+    return launch(
+        program, name, inputs, outputs, memory, grid=grid, warpgroups=num_compute_warpgroups + 1 + len(scoring)
+    )
 
 
 def split_span(kernel_shape: KernelShape, split: Any) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ from pallas_kernels.delta_rule.mosaic_gpu import split_sequence as mosaic_split_
 from pallas_kernels.delta_rule.mosaic_gpu import wy as mosaic_wy
 from pallas_kernels.delta_rule.mosaic_gpu.bwd_dqkg_channel import channel_gradients
 from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import GradientArrays, gradient_structs
-from pallas_kernels.delta_rule.mosaic_gpu.pipeline import Keys, PassArrays
+from pallas_kernels.delta_rule.mosaic_gpu.pipeline import Keys, PassArrays, run_rows
 from pallas_kernels.delta_rule.mosaic_gpu.wy_channel import channel_factors
 from pallas_kernels.delta_rule.triton import bwd_dqkg as triton_gradients
 from pallas_kernels.delta_rule.triton.bwd_dh import Reversed
@@ -38,7 +38,11 @@ def wy_factors(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) 
     at = _launch(launch)
     if not is_channel_wise(inputs.log_decay):
         results = mosaic_wy.wy_factors(
-            kernel_shape, inputs, num_compute_warpgroups=at.num_compute_warpgroups, num_ctas=at.num_ctas
+            kernel_shape,
+            inputs,
+            num_compute_warpgroups=at.num_compute_warpgroups,
+            num_ctas=at.num_ctas,
+            with_scores=not at.scores_in_output,
         )
         return WYFactors(**{**dict.fromkeys(WYFactors._fields), **results})  # type: ignore[arg-type]
     found = channel_factors(kernel_shape, inputs, num_stages=at.num_stages, num_ctas=at.num_ctas)
@@ -65,19 +69,33 @@ def split_transitions(
 
 
 def fwd_o(
-    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, split_states: Array | None, launch: KernelConfig
-) -> tuple[Array, Array]:
-    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the splits' starts."""
-    at = _launch(launch)
-    out, final = mosaic_fwd.fwd_o(
+    kernel_shape: KernelShape,
+    inputs: Inputs,
+    prepared: WYFactors,
+    split_states: Array | None,
+    launch: KernelConfig,
+    *,
+    keeps_scores: bool = False,
+) -> tuple[Array | None, ...]:
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the splits' starts.
+
+    With `keeps_scores`, which needs `scores_in_output`, then the scores, too.
+    """
+    at, arrays = _launch(launch), _arrays(inputs, prepared)
+    if at.scores_in_output:
+        run = run_rows(kernel_shape, inputs.resets).get("run")
+        arrays = arrays._replace(decay_sums=prepared.decay_sums, run=run)
+    out, final, scores = mosaic_fwd.fwd_o(
         kernel_shape,
-        _arrays(inputs, prepared),
+        arrays,
         _split_states(inputs.initial_state, split_states),
         is_exact=has_decay(prepared),
         num_compute_warpgroups=at.num_compute_warpgroups,
         num_stages=at.num_stages,
+        keeps_scores=keeps_scores,
     )
-    return out, jnp.swapaxes(final, 2, 3)
+    results = out, jnp.swapaxes(final, 2, 3)
+    return (*results, scores) if keeps_scores else results
 
 
 def fwd_h(

@@ -33,7 +33,7 @@ from pallas_kernels.common.mosaic_gpu import (
 )
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import diagonal
-from pallas_kernels.delta_rule.mosaic_gpu.pipeline import run_rows, tokens
+from pallas_kernels.delta_rule.mosaic_gpu.pipeline import run_rows, tokens, weigh_pairs
 from pallas_kernels.delta_rule.mosaic_gpu.wy_tile_scheduler import (
     WYTileScheduler,
     call,
@@ -55,8 +55,8 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
         i = _LINES.index(name)
         return memory.lines.at[scheduler.own(m), i // 2, pl.ds(i % 2 * CHUNK, CHUNK)]
 
-    def row(name, m, load=load_column) -> Any:
-        return scheduler.row(tiles, name, m, load)
+    def row(name, m) -> Any:
+        return scheduler.row(tiles, name, m)
 
     def sum_decay(m):
         """Adds up the log decay to each token, multiples of 1/16 and the rest apart, and stores both."""
@@ -71,18 +71,9 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
         fence_smem()
 
     def weigh(m, *pairs):
-        """Pairs that are causal and of one run, times `exp(G_r - G_s)`; zero elsewhere."""
-        is_near = spread_rows(row_numbers(m)) >= spread_columns(column_numbers())
-        if "run" in scheduler.rows:
-            is_near &= spread_rows(row("run", m)) == spread_columns(row("run", m, load_row))
-        if not has_decay:
-            return [jnp.where(is_near, x, 0.0) for x in pairs]
-        coarse, fine = (
-            spread_rows(load_column(line(m, name))) - spread_columns(load_row(line(m, name)))
-            for name in ("coarse", "fine")
-        )
-        weight = jnp.exp(jnp.where(is_near, coarse + fine, -jnp.inf))
-        return [weight * x for x in pairs]
+        run = tiles.rows.at[scheduler.own(m), scheduler.rows.index("run")] if "run" in scheduler.rows else None
+        sums = [line(m, name) for name in ("coarse", "fine")] if has_decay else None
+        return weigh_pairs(m, sums, run, *pairs)
 
     def find_rows(m, erase):
         """Stores the factors on what reads and on what is written, and the chunk's."""
@@ -113,26 +104,31 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
         slot = scheduler.wait(m)
         written = (tiles.k if r.write_key is None else tiles.write_key).at[slot]
 
-        def body(scores, erased):
-            multiply(scores, tiles.q.at[slot], written.T)
+        def body(erased, *scores):
+            for x in scores:
+                multiply(x, tiles.q.at[slot], written.T)
             multiply(erased, tiles.k.at[slot], written.T)
             wait_for_stores()  # what the chunk before stores leaves the lines and `pairs`
             if has_decay:
                 sum_decay(m)
-            return awaited(scores), awaited(erased)
+            return tuple(awaited(x) for x in (*scores, erased))
 
-        scores, erased = with_accumulators(body, CHUNK, CHUNK)
+        *scores, erased = with_accumulators(body, *[CHUNK] * (1 if r.scores is None else 2))
         fence_smem()
         scheduler.release(m)
-        scores, erased = weigh(m, scores, erased)
+        *scores, erased = weigh(m, *scores, erased)
         pairs = memory.pairs.at[scheduler.own(m)]
-        pairs[...] = (p.scale * scores).astype(jnp.bfloat16)
+        for x in scores:
+            pairs[...] = (p.scale * x).astype(jnp.bfloat16)
         if erase is not None:
             erased = spread_rows(erase) * erased
         find_rows(m, erase)
         fence_smem()
         scheduler.release_rows(m)
-        store(pairs, r.scores.at[b, h, n])
+        if scores:
+            store(pairs, r.scores.at[b, h, n])
+        if r.decay_sums is not None:
+            store(memory.lines.at[scheduler.own(m), _LINES.index("coarse") // 2], r.decay_sums.at[b, h, n])
         for name in ("read_rows", "written_rows", "erased_rows"):
             if getattr(r, name) is not None:
                 store(line(m, name), getattr(r, name).at[b, h, tokens(n)])
@@ -146,7 +142,7 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
 
 
 def wy_factors(
-    kernel_shape: KernelShape, inputs: Inputs, *, num_compute_warpgroups: int, num_ctas: int
+    kernel_shape: KernelShape, inputs: Inputs, *, num_compute_warpgroups: int, num_ctas: int, with_scores: bool = True
 ) -> dict[str, Array | None]:
     """The first stage's results of all chunks, by the names of `WYFactors`.
 
@@ -155,6 +151,7 @@ def wy_factors(
         inputs: arguments; the decay and the erase gate are one number a token, or absent.
         num_compute_warpgroups: warpgroups of a program that compute, with chunks of their own.
         num_ctas: at most; the number of processors.
+        with_scores: whether to find the queries' scores; if not, `decay_sums` are what finding them takes.
     """
     p, x = kernel_shape, inputs
     rows = {name: row for name, row in run_rows(p, x.resets).items() if name != "goes_on"}
@@ -163,7 +160,8 @@ def wy_factors(
     has_decay = x.log_decay is not None
     outputs = {
         "inverse": matrix,
-        "scores": matrix,
+        "scores": matrix if with_scores else None,
+        "decay_sums": p.per_head(p.chunks, 2 * CHUNK, dtype=jnp.float32) if has_decay and not with_scores else None,
         "read_rows": by_token if has_decay else None,
         "written_rows": by_token if has_decay else None,
         "erased_rows": by_token if has_decay or x.erase is not None else None,
@@ -180,7 +178,7 @@ def wy_factors(
         _compute,
         "delta_chunk_factors",
         p,
-        {name: getattr(x, name) for name in ("q", "k", "write_key")},
+        {"q": x.q if with_scores else None, "k": x.k, "write_key": x.write_key},
         {"log_decay": x.log_decay, "erase": x.erase},
         rows,
         {},

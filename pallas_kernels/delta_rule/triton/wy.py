@@ -68,6 +68,7 @@ class WYFactors(NamedTuple):
         added: with a value key, `value_key * exp(G_C - G)`, `[B, HV, T, K]`, else None.
         added_scores: with a value key, queries' scores with it, as `scores`, else None.
         added_pairs: with a value key, erase keys' products with it, `[B, HV, N, C, C]`, else None.
+        decay_sums: in Mosaic GPU, where another stage finds the scores: see `PassArrays`; else None.
     """
 
     inverse: Array | None
@@ -86,6 +87,7 @@ class WYFactors(NamedTuple):
     added: Array | None = None
     added_scores: Array | None = None
     added_pairs: Array | None = None
+    decay_sums: Array | None = None
 
 
 def load_wide(ref) -> Any:

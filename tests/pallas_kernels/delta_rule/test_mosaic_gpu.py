@@ -76,7 +76,7 @@ CASES = {
     "narrow_heads": Case((1, 70, 1, 1, 80, 72), segments=2),
 }
 GROUPS = {"scalar_decay": 2, "delta_rule_of_two_heads_a_key": 2, "write_key_three_segments": 2, "channel_write": 2}
-GROUPS |= {"channel_gates": 2, "one_gate_channel_decay": 2, "one_gate_write_key_packed": 2}
+GROUPS |= {"packed": 2, "channel_gates": 2, "one_gate_channel_decay": 2, "one_gate_write_key_packed": 2}
 
 
 def eagerly(function):
@@ -99,7 +99,7 @@ def schedule_of(case: Case, groups: int) -> DeltaRuleConfig:
 
 # Gates by channel without extreme chunks and one gate for both have tests of their own below.
 ALWAYS = ("delta_rule_of_two_heads_a_key", "channel_decay_write_key_packed", "extreme_channel_gates", "narrow_heads")
-ALWAYS += ("five_tokens_with_strong_channel_decay",)
+ALWAYS += ("five_tokens_with_strong_channel_decay", "packed")
 
 
 @pytest.mark.parametrize("name", mostly_slow(CASES, ALWAYS))
@@ -298,7 +298,10 @@ def test_a_program_has_more_channels_where_heads_fill_the_card():
         num_compute_warpgroups=1, num_stages=3
     ) and few.reverse.mosaic == MosaicConfig(1, 2)
     many = mosaic_config(DeltaRuleConfig(), 256, 132)
-    assert many.output.mosaic == many.reverse.mosaic == MosaicConfig(num_compute_warpgroups=2, num_stages=2)
+    assert many.reverse.mosaic == MosaicConfig(num_compute_warpgroups=2, num_stages=2)
+    # Both stages agree on where the queries' scores are found.
+    assert many.output.mosaic == MosaicConfig(2, 2, scores_in_output=True)
+    assert many.prepare.mosaic == MosaicConfig(3, num_stages=1, scores_in_output=True)
     # Its tiles of two blocks of values would take more shared memory than there is.
     assert mosaic_config(DeltaRuleConfig(), 256, 132, has_channel_decay=True).reverse.mosaic == MosaicConfig(1, 2)
     # Without the values there is room.
