@@ -3,19 +3,18 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from rnnlib import ops
 from rnnlib.fields import NaturalNumber, PositiveInteger, PositiveNumber, Range
 from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
-from rnnlib.layers.feed_forward import MLP, FeedForwardConfig, SwiGLU, own_or_model_width
+from rnnlib.layers.feed_forward import MLP, FeedForwardConfig, MapOptions, SwiGLU, own_or_model_width
 from rnnlib.layers.part import PartConfig
 from rnnlib.layers.tensor import current_tp_size, shard_size, sum_over_shards
 from rnnlib.ops.sharding import dot_general_over_mesh
@@ -118,30 +117,13 @@ class Experts(FeedForwardConfig):
         if self.gated and self.activation != "silu":
             raise ValueError(f"Experts: activation is {self.activation!r}, expected 'silu' with gated=True")
 
-    def build(
-        self,
-        width: int,
-        hidden_width: int,
-        *,
-        initializer_std: float,
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ) -> "ExpertMixture":
+    def build(self, width: int, hidden_width: int, **options: Unpack[MapOptions]) -> "ExpertMixture":
         """Builds the module; arguments as `FeedForwardConfig.build`.
 
         Raises:
             ValueError: neither this configuration nor the model gives the width of an expert.
         """
-        return ExpertMixture(
-            self,
-            width,
-            self._width(hidden_width),
-            initializer_std=initializer_std,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        return ExpertMixture(self, width, self._width(hidden_width), **options)
 
     def _width(self, hidden_width: int) -> int:
         return own_or_model_width(self, self.width, hidden_width, "the experts' width")
@@ -165,19 +147,19 @@ class Router(nnx.Module):
         correction_bias: `[E]` float32, or None.
     """
 
-    def __init__(self, config: Experts, width: int, *, initializer_std: float, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(self, config: Experts, width: int, **options: Unpack[MapOptions]):
         """Builds the projection; arguments as `FeedForwardConfig.build`."""
         self.config = config
         self.projection = nnx.Linear(
             width,
             config.num_experts,
             use_bias=False,
-            kernel_init=nnx.initializers.normal(initializer_std),
-            dtype=jnp.promote_types(dtype, jnp.float32),
-            param_dtype=param_dtype,
+            kernel_init=nnx.initializers.normal(options["initializer_std"]),
+            dtype=jnp.promote_types(options["dtype"], jnp.float32),
+            param_dtype=options["param_dtype"],
             precision=jax.lax.Precision.HIGHEST,  # In float32: rounding a logit could change the choice.
             dot_general=dot_general_over_mesh,
-            rngs=rngs,
+            rngs=options["rngs"],
         )
         has_bias = config.router.correction_bias
         self.correction_bias = nnx.Param(jnp.zeros([config.num_experts], jnp.float32)) if has_bias else None
@@ -224,46 +206,33 @@ class ExpertMixture(nnx.Module):
         shared_gate: a projection to one channel, or None.
     """
 
-    def __init__(
-        self,
-        config: Experts,
-        width: int,
-        hidden_width: int,
-        *,
-        initializer_std: float,
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, config: Experts, width: int, hidden_width: int, **options: Unpack[MapOptions]):
         """Builds router and experts of `hidden_width`; other arguments as `FeedForwardConfig.build`."""
         self.config = config
-        self.dtype = dtype
+        self.dtype, param_dtype, rngs = options["dtype"], options["param_dtype"], options["rngs"]
         self.tp_size = current_tp_size()
         hidden_width = shard_size(hidden_width, "the width of an expert (Experts.width)")
-        init = nnx.initializers.normal(initializer_std)
+        init = nnx.initializers.normal(options["initializer_std"])
         inner = config.latent_size or width
         wide, narrow = (config.num_experts, inner, hidden_width), (config.num_experts, hidden_width, inner)
-        self.router = Router(
-            config, width, initializer_std=initializer_std, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
+        self.router = Router(config, width, **options)
         self.gate = nnx.Param(init(rngs.params(), wide, param_dtype)) if config.gated else None
         self.up = nnx.Param(init(rngs.params(), wide, param_dtype))
         self.down = nnx.Param(init(rngs.params(), narrow, param_dtype))
-        dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
-        options: dict[str, Any] = dtypes | {"use_bias": config.use_bias, "rngs": rngs}
-        to_latent = options | {"kernel_init": init, "dot_general": dot_general_over_mesh}
-        self.latent_in = nnx.Linear(width, inner, **to_latent) if config.latent_size else None
-        self.latent_out = nnx.Linear(inner, width, **to_latent) if config.latent_size else None
-        make = SwiGLU if config.gated else functools.partial(MLP, activation=config.activation)
-        shared = config.shared_width
-        self.shared = make(width, shared, initializer_std=initializer_std, **options) if shared else None
-        self.shared_gate = (
-            nnx.Linear(
-                width, 1, use_bias=False, kernel_init=init, dot_general=dot_general_over_mesh, rngs=rngs, **dtypes
-            )
-            if config.shared_gate
-            else None
+        linear = functools.partial(
+            nnx.Linear,
+            kernel_init=init,
+            dtype=self.dtype,
+            param_dtype=param_dtype,
+            dot_general=dot_general_over_mesh,
+            rngs=rngs,
         )
+        has_latent, bias = config.latent_size is not None, config.use_bias
+        self.latent_in = linear(width, inner, use_bias=bias) if has_latent else None
+        self.latent_out = linear(inner, width, use_bias=bias) if has_latent else None
+        make = SwiGLU if config.gated else functools.partial(MLP, activation=config.activation)
+        self.shared = make(width, config.shared_width, use_bias=bias, **options) if config.shared_width else None
+        self.shared_gate = linear(width, 1, use_bias=False) if config.shared_gate else None
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the experts to `[B, T, D]` activations; the result has the compute dtype."""

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Any
+from typing import TypedDict, Unpack
 
 from flax import nnx
 from jax.typing import DTypeLike
@@ -15,6 +15,39 @@ from rnnlib.layers.part import PartConfig
 from rnnlib.layers.tensor import current_tp_size, row_parallel_linear, shard_size
 from rnnlib.ops.skinny_gemm import linear_product
 
+_WIDTH = "the width of a feed-forward (--model.mlp-width)"
+
+
+class MapOptions(TypedDict):
+    """How the linear maps of a feed-forward are made.
+
+    Attributes:
+        initializer_std: standard deviation of the initial weights.
+        dtype: dtype of the products.
+        param_dtype: dtype of the weights.
+        rngs: source of the initial weights.
+    """
+
+    initializer_std: float
+    dtype: DTypeLike
+    param_dtype: DTypeLike
+    rngs: nnx.Rngs
+
+
+def _linear(
+    options: MapOptions, features_in: int, features: int, use_bias: bool, module: type[nnx.Linear] = nnx.Linear
+) -> nnx.Linear:
+    return module(
+        features_in,
+        features,
+        use_bias=use_bias,
+        kernel_init=nnx.initializers.normal(options["initializer_std"]),
+        dtype=options["dtype"],
+        param_dtype=options["param_dtype"],
+        dot_general=linear_product,
+        rngs=options["rngs"],
+    )
+
 
 class SwiGLU(nnx.Module):
     """Gated feed-forward `output_scale W_down (silu(gate_scale W_gate x) * W_up x)`, or with another activation."""
@@ -24,42 +57,28 @@ class SwiGLU(nnx.Module):
         width: int,
         hidden_width: int,
         *,
-        initializer_std: float,
-        dtype,
-        param_dtype,
         use_bias: bool = False,
         gate_scale: float = 1.0,
         output_scale: float = 1.0,
         activation: Activation = "silu",
-        rngs: nnx.Rngs,
+        **options: Unpack[MapOptions],
     ):
         """Builds the three maps.
 
         Args:
             width: width of input and output, `D`.
             hidden_width: width in between.
-            initializer_std: standard deviation of the initial weights.
-            dtype: dtype of the products.
-            param_dtype: dtype of the weights.
             use_bias: whether the three maps have biases.
             gate_scale: factor on the gate's product and bias.
             output_scale: factor on the output.
             activation: of the gate.
-            rngs: source of the initial weights.
+            **options: see `MapOptions`.
         """
-        hidden_width = shard_size(hidden_width, "the width of a feed-forward (--model.mlp-width)")
-        options: dict[str, Any] = dict(
-            use_bias=use_bias,
-            kernel_init=nnx.initializers.normal(initializer_std),
-            dtype=dtype,
-            param_dtype=param_dtype,
-            dot_general=linear_product,
-            rngs=rngs,
-        )
+        hidden_width = shard_size(hidden_width, _WIDTH)
         self.gate_scale, self.output_scale, self.activation = gate_scale, output_scale, activation
-        self.gate = nnx.Linear(width, hidden_width, **options)
-        self.up = nnx.Linear(width, hidden_width, **options)
-        self.down = row_parallel_linear(current_tp_size())(hidden_width, width, **options)
+        self.gate = _linear(options, width, hidden_width, use_bias)
+        self.up = _linear(options, width, hidden_width, use_bias)
+        self.down = _linear(options, hidden_width, width, use_bias, row_parallel_linear(current_tp_size()))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the block to `[B, T, D]` activations."""
@@ -92,25 +111,14 @@ class MLP(nnx.Module):
         hidden_width: int,
         *,
         activation: Activation,
-        initializer_std: float,
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
         use_bias: bool = False,
-        rngs: nnx.Rngs,
+        **options: Unpack[MapOptions],
     ):
         """Builds the two maps; `activation` is what stands between them, other arguments are as `SwiGLU`'s."""
-        hidden_width = shard_size(hidden_width, "the width of a feed-forward (--model.mlp-width)")
-        options: dict[str, Any] = dict(
-            use_bias=use_bias,
-            kernel_init=nnx.initializers.normal(initializer_std),
-            dtype=dtype,
-            param_dtype=param_dtype,
-            dot_general=linear_product,
-            rngs=rngs,
-        )
+        hidden_width = shard_size(hidden_width, _WIDTH)
         self.activation = activation
-        self.up = nnx.Linear(width, hidden_width, **options)
-        self.down = row_parallel_linear(current_tp_size())(hidden_width, width, **options)
+        self.up = _linear(options, width, hidden_width, use_bias)
+        self.down = _linear(options, hidden_width, width, use_bias, row_parallel_linear(current_tp_size()))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the block to `[B, T, D]` activations."""
@@ -131,25 +139,13 @@ class FeedForwardConfig(PartConfig, abc.ABC):
     """Configuration of a layer's feed-forward that is not the model's SwiGLU."""
 
     @abc.abstractmethod
-    def build(
-        self,
-        width: int,
-        hidden_width: int,
-        *,
-        initializer_std: float,
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ) -> nnx.Module:
+    def build(self, width: int, hidden_width: int, **options: Unpack[MapOptions]) -> nnx.Module:
         """Builds the module, which maps `[B, T, D]` to `[B, T, D]`.
 
         Args:
             width: the model's width D.
             hidden_width: hidden width of the model's SwiGLUs, used if the configuration gives none; 0 for none.
-            initializer_std: standard deviation of the initial weights.
-            dtype: dtype of the products.
-            param_dtype: dtype of the weights.
-            rngs: source of the initial weights.
+            **options: see `MapOptions`.
         """
 
     def least_parameters(self, width: int, hidden_width: int) -> int:
@@ -191,16 +187,7 @@ class SwiGLUConfig(FeedForwardConfig):
     gate_scale: PositiveNumber = 1.0
     output_scale: PositiveNumber = 1.0
 
-    def build(
-        self,
-        width: int,
-        hidden_width: int,
-        *,
-        initializer_std: float,
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ) -> SwiGLU:
+    def build(self, width: int, hidden_width: int, **options: Unpack[MapOptions]) -> SwiGLU:
         """Builds the module; arguments as `FeedForwardConfig.build`.
 
         Raises:
@@ -209,13 +196,10 @@ class SwiGLUConfig(FeedForwardConfig):
         return SwiGLU(
             width,
             self._width(hidden_width),
-            initializer_std=initializer_std,
-            dtype=dtype,
-            param_dtype=param_dtype,
             use_bias=self.use_bias,
             gate_scale=self.gate_scale,
             output_scale=self.output_scale,
-            rngs=rngs,
+            **options,
         )
 
     def _width(self, hidden_width: int) -> int:
@@ -244,31 +228,14 @@ class MLPConfig(FeedForwardConfig):
     activation: Activation = "squared_relu"
     use_bias: bool = False
 
-    def build(
-        self,
-        width: int,
-        hidden_width: int,
-        *,
-        initializer_std: float,
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ) -> MLP:
+    def build(self, width: int, hidden_width: int, **options: Unpack[MapOptions]) -> MLP:
         """Builds the module; arguments as `FeedForwardConfig.build`.
 
         Raises:
             ValueError: neither this configuration nor the model gives a width.
         """
-        return MLP(
-            width,
-            self._width(hidden_width),
-            activation=self.activation,
-            initializer_std=initializer_std,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            use_bias=self.use_bias,
-            rngs=rngs,
-        )
+        hidden_width = self._width(hidden_width)
+        return MLP(width, hidden_width, activation=self.activation, use_bias=self.use_bias, **options)
 
     def _width(self, hidden_width: int) -> int:
         return own_or_model_width(self, self.width, hidden_width)
