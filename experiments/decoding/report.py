@@ -98,10 +98,13 @@ def figure(plan: DecodingStudy, records: list[Record], path: pathlib.Path) -> bo
                 record = _find(records, label, batch, peer)
                 if record is not None:
                     name = f"{record.get('peer', 'rnnlib')}: {record['tokens_per_second']:,.0f}"
-                    panel.barh(row + offset, record["tokens_per_second"], 0.38, color=color, alpha=0.7)
-                    panel.text(record["tokens_per_second"], row + offset, f" {name}", va="center", fontsize=7)
+                    speed = record["tokens_per_second"]
+                    paces = [batch / seconds for seconds in record.get("token_seconds", ())] or [speed]
+                    ends = [[max(0.0, speed - min(paces))], [max(0.0, max(paces) - speed)]]
+                    panel.barh(row + offset, speed, 0.38, xerr=ends, color=color, alpha=0.7, error_kw={"lw": 0.8})
+                    panel.text(speed + ends[1][0], row + offset, f" {name}", va="center", fontsize=7)
         panel.set_title(f"batch {batch}", fontsize=9)
-        panel.set_xlabel("tokens a second, all rows together", fontsize=8)
+        panel.set_xlabel("tokens a second, all rows together;\nlines: slowest and fastest block", fontsize=8)
         panel.locator_params(axis="x", nbins=5)
         panel.margins(x=0.45)
         panel.set_yticks(range(len(labels)), labels, fontsize=8)

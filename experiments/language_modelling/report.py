@@ -3,7 +3,7 @@
 import math
 import pathlib
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from experiments.harness.page import markdown_table, write_between_marks
@@ -11,8 +11,19 @@ from experiments.harness.pictures import pyplot, save
 from experiments.language_modelling.runs import best_rate, read_run, read_runs
 from experiments.language_modelling.study import WIDTHS, LanguageStudy, study
 
+IN_COLOR = {
+    "Gated DeltaNet": "#0072b2",
+    "KDA": "#d55e00",
+    "KLA": "#009e73",
+    "Gated DeltaNet-2": "#cc79a7",
+    "DeltaNet": "#e69f00",
+    "Mamba-2": "#56b4e9",
+    "Transformer++": "#000000",
+}
+"""Mixers that pictures tell apart by color, the same in all; others are grey."""
 
-def _by_rate(plan: LanguageStudy, results: pathlib.Path) -> dict[str, dict[float, list[dict[str, Any]]]]:
+
+def by_rate(plan: LanguageStudy, results: pathlib.Path) -> dict[str, dict[float, list[dict[str, Any]]]]:
     """For each mixer that has any, its runs of all seeds at each of the study's rates that has them all."""
     found: dict[str, dict[float, list[dict[str, Any]]]] = {}
     for mixer in plan.mixers:
@@ -41,12 +52,12 @@ def chosen(plan: LanguageStudy, results: pathlib.Path) -> dict[str, list[dict[st
             if rate is not None
         }
         return {label: [run for run in runs if run] for label, runs in found.items() if all(runs)}
-    return {label: min(runs.values(), key=_validation_bits) for label, runs in _by_rate(plan, results).items()}
+    return {label: min(runs.values(), key=_validation_bits) for label, runs in by_rate(plan, results).items()}
 
 
 def lacking_rates(plan: LanguageStudy, results: pathlib.Path) -> set[str]:
     """Labels of the mixers that were not run at every rate that others were: they stand at no choice of rates."""
-    tried = _by_rate(plan, results)
+    tried = by_rate(plan, results)
     every = {rate for rates in tried.values() for rate in rates}
     return {label for label, rates in tried.items() if set(rates) != every}
 
@@ -65,7 +76,8 @@ def write(plan: LanguageStudy, results: pathlib.Path, folder: pathlib.Path, *, p
     """
     if found := chosen(plan, results):
         path = folder / "figures" / f"{results.stem}.png"
-        figure(found, path, plan.train.data.sequence_length, lacking_rates(plan, results))
+        length = plan.train.data.sequence_length
+        figure(found, path, length, by_rate(plan, results), lacking_rates(plan, results))
     if results.stem in WIDTHS:
         widths_figure(folder)
     text = tables(plan, results)
@@ -122,7 +134,7 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]], lacking: 
 
 def rates_table(plan: LanguageStudy, results: pathlib.Path) -> str:
     """Bits per byte of the validation half at every learning rate of the study that was run, Markdown; "" with one."""
-    found = _by_rate(plan, results)
+    found = by_rate(plan, results)
     bits = {label: {rate: _validation_bits(seeds) for rate, seeds in runs.items()} for label, runs in found.items()}
     tried = [rate for rate in plan.learning_rates if any(rate in rates for rates in bits.values())]
     if len(tried) < 2:
@@ -166,54 +178,103 @@ def _last_loss(run: dict[str, Any]) -> float:
 
 
 def figure(
-    found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: int, lacking: Collection[str] = ()
+    found: dict[str, list[dict[str, Any]]],
+    path: pathlib.Path,
+    length: int,
+    tried: Mapping[str, Mapping[float, list[dict[str, Any]]]],
+    lacking: Collection[str] = (),
 ) -> None:
-    """Training loss over steps, bits per byte by length and by position in the document; best at `length` first.
+    """Bits per byte of every run, best mixer first; training loss, bits by length and by position, a few in color.
 
-    Mixers that are `lacking` rates that others have stand with a star.
+    Args:
+        found: the chosen runs of each mixer.
+        path: of the picture.
+        length: tokens of the rows that mixers are compared at.
+        tried: all runs of each mixer by rate, which are drawn hollow.
+        lacking: mixers that were not run at every rate that others were: they stand with a star.
     """
-    shape = (14, max(4.2, 0.2 * len(found)))
-    drawing, (left, middle, right) = pyplot().subplots(1, 3, figsize=shape, layout="constrained")
-    palette = pyplot().get_cmap("tab10")
     ranked = sorted(found.items(), key=lambda entry: _bits(entry[1], length))
-    for i, (label, runs) in enumerate(ranked):  # best first, so that the legend is a ranking too
-        style: dict[str, Any] = {"color": palette(i % 10), "linewidth": 1.1, "linestyle": ("-", "--", ":")[i // 10 % 3]}
+    drawing, panels = pyplot().subplot_mosaic(
+        [["ranking", "training"], ["ranking", "length"], ["ranking", "position"]],
+        figsize=(11, max(7.0, 1.6 + 0.25 * len(found))),
+        layout="constrained",
+        width_ratios=(1.1, 1),
+    )
+    colors = {label: color for label, color in IN_COLOR.items() if label in found}
+    if len(colors) < min(3, len(found)):
+        colors = dict(zip(found, IN_COLOR.values()))
+    _draw_ranking(panels["ranking"], ranked, length, tried, colors, lacking)
+    lengths = sorted(map(int, ranked[0][1][0]["test"]))
+    for label, runs in sorted(ranked, key=lambda entry: entry[0] in colors):  # color above grey
+        style: dict[str, Any] = {"color": colors.get(label, "0.8"), "linewidth": 1.3 if label in colors else 0.7}
         steps, losses = zip(*runs[0]["train_loss"])
         window = max(1, len(losses) // 40)  # the mean of a few points, or the noise of batches hides the models
         smooth = [statistics.fmean(losses[max(0, j - window) : j + 1]) for j in range(len(losses))]
-        left.plot(steps, smooth, label=label + " *" * (label in lacking), **style)
-        lengths = sorted(map(int, runs[0]["test"]))
-        middle.plot(lengths, [_bits(runs, n) for n in lengths], marker="o", markersize=3, **style)
-        points = runs[0]["test"][str(lengths[-1])]["by_position"]
-        right.plot(*zip(*points[4:] if len(points) > 6 else points), marker="o", markersize=3, **style)
-    left.set_xlabel("step")
-    left.set_ylabel("training loss, nats a token")
+        panels["training"].plot(steps, smooth, **style)
+        style |= {"marker": "o", "markersize": 3}
+        panels["length"].plot(lengths, [_bits(runs, n) for n in lengths], **style)
+        points = dict(runs[0]["test"][str(lengths[-1])]["by_position"])
+        trained = max((end for end in points if end <= length), default=max(points))
+        later = {end: 100 * (bits / points[trained] - 1) for end, bits in points.items() if end >= trained / 16}
+        panels["position"].plot(list(later), list(later.values()), **style)
     final = [_last_loss(runs[0]) for runs in found.values()]
-    left.set_ylim(min(final) - 0.2, statistics.median(final) + 1.7)
-    middle.set_xlabel("tokens a row in the test")
-    middle.set_ylabel("bits per byte")
-    right.set_xlabel(f"position in the document, up to (rows of {lengths[-1]} tokens)")
-    for panel in (middle, right):
-        panel.set_xscale("log", base=2)
-    for panel in (left, middle, right):
+    panels["training"].set(xlabel="step", ylabel="training loss, nats a token")
+    panels["training"].set_ylim(min(final) - 0.2, statistics.median(final) + 1.7)
+    panels["length"].set(xlabel="tokens a row in the test", ylabel="bits per byte", ylim=_limits(ranked, length))
+    panels["position"].set(
+        xlabel=f"position in the document, up to (rows of {lengths[-1]} tokens)",
+        ylabel=f"% above those up to {length}",
+        ylim=(-12, 32),
+    )
+    for name in ("length", "position"):
+        panels[name].set_xscale("log", base=2)
+        panels[name].axvline(length, color="0.6", linestyle=":", linewidth=1)
+    panels["training"].set_title("in color: mixers as on the left", fontsize=9)
+    for panel in panels.values():
         panel.grid(alpha=0.3)
-    left.set_title("training", fontsize=10)
-    middle_title = "held-out text by length of the rows"
-    # One model that is far behind would press all others into a line: what is beyond is cut off.
-    bits = [_bits(runs, length) for _, runs in ranked]
-    top = bits[0] + 4 * max(statistics.median(bits) - bits[0], 0.02)
-    if bits[-1] > top:
-        middle.set_ylim(bits[0] - 0.2 * (top - bits[0]), top)
-        middle_title += f" (to {top:.2f})"
-    middle.set_title(middle_title, fontsize=10)
-    right.set_title("held-out text by position", fontsize=10)
+        panel.xaxis.label.set_size(9)
+        panel.yaxis.label.set_size(9)
     sizes = [runs[0]["num_parameters"] / 1e6 for runs in found.values()]
     tokens = next(iter(found.values()))[0]["train_tokens"] / 1e6
     size = "-".join(dict.fromkeys(f"{x:.1f}" for x in (min(sizes), max(sizes))))
     note = " (* not run at every learning rate)" if lacking else ""
     drawing.suptitle(f"Language models of {size}M parameters after {tokens:.1f}M tokens, best first{note}")
-    drawing.legend(loc="outside right center", fontsize=8, frameon=False)
     save(drawing, path)
+
+
+def _limits(ranked: Sequence[tuple[str, list[dict[str, Any]]]], length: int) -> tuple[float, float]:
+    """Of bits per byte: one model that is far behind would press all others together, so what is beyond is cut off."""
+    bits = [_bits(runs, length) for _, runs in ranked]
+    top = min(bits[-1], bits[0] + 4 * max(statistics.median(bits) - bits[0], 0.02))
+    margin = 0.08 * max(top - bits[0], 0.01)
+    return bits[0] - 2 * margin, top + margin
+
+
+def _draw_ranking(
+    panel: Any,
+    ranked: Sequence[tuple[str, list[dict[str, Any]]]],
+    length: int,
+    tried: Mapping[str, Mapping[float, list[dict[str, Any]]]],
+    colors: Mapping[str, str],
+    lacking: Collection[str],
+) -> None:
+    """A row a mixer: every seed at the chosen rate, and hollow what other rates gave."""
+    low, high = _limits(ranked, length)
+    for row, (label, runs) in enumerate(ranked):
+        chosen_rate = runs[0]["learning_rate"]
+        others = [run for rate, own in tried.get(label, {}).items() if rate != chosen_rate for run in own]
+        for own, face in ((others, "none"), (runs, colors.get(label, "0.55"))):
+            bits = [_bits([run], length) for run in own]
+            edge = colors.get(label, "0.55")
+            panel.plot(bits, [row] * len(bits), "o", color=edge, markerfacecolor=face, markersize=5, clip_on=True)
+        if min(_bits([run], length) for run in runs) > high:
+            panel.text(
+                high, row, f"{_bits(runs, length):.2f} \N{RIGHTWARDS ARROW} ", ha="right", va="center", fontsize=8
+            )
+    labels = [label + " *" * (label in lacking) for label, _ in ranked]
+    panel.set_yticks(range(len(labels)), labels, fontsize=8)
+    panel.set(xlim=(low, high), ylim=(len(labels) - 0.5, -0.5))
+    panel.set_xlabel(f"bits per byte, rows of {length} tokens (hollow: other learning rates)")
 
 
 def _tables_of_widths(output: pathlib.Path) -> list[pathlib.Path]:
@@ -227,7 +288,7 @@ def at_every_width(output: pathlib.Path) -> dict[str, list[list[dict[str, Any]]]
     without any partners is left out.
     """
     plans = [study(setting) for setting in WIDTHS]
-    tables = list(map(_by_rate, plans, _tables_of_widths(output)))
+    tables = list(map(by_rate, plans, _tables_of_widths(output)))
     partners = list(zip(*(plan.learning_rates for plan in plans), strict=True))  # [rates][widths]
     found = {}
     for label in tables[-1]:

@@ -5,6 +5,8 @@ import pathlib
 import statistics
 from typing import Any
 
+import numpy as np
+
 from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.study import Mixer
@@ -325,27 +327,33 @@ def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.P
     drawing, axes = pyplot().subplots(1, 1 + is_swept, figsize=size, layout="constrained", squeeze=False)
     left = axes[0, 0]
     rows = sorted(main.values(), key=lambda r: -r["tokens_per_second"])
-    left.barh(range(len(rows)), [r["tokens_per_second"] / 1000 for r in rows], color="tab:blue", alpha=0.7)
+    speeds, spread = [r["tokens_per_second"] / 1000 for r in rows], _spread(rows)
+    left.barh(range(len(rows)), speeds, xerr=spread, color="tab:blue", alpha=0.7, error_kw={"lw": 0.8})
     for i, row in enumerate(rows):
         share = "" if row["utilization"] is None else f", {row['utilization']:.0%}"
-        left.text(
-            row["tokens_per_second"] / 1000,
-            i,
-            f" {row['tokens_per_second'] / 1000:.0f}{share}",
-            va="center",
-            fontsize=7,
-        )
+        left.text(speeds[i] + spread[1, i], i, f" {speeds[i]:.0f}{share}", va="center", fontsize=7)
     left.set_yticks(range(len(rows)), [r["mixer"] for r in rows], fontsize=8)
     left.invert_yaxis()
     left.margins(x=0.15)
     left.set_xlabel(
-        f"thousand tokens a second, T={plan.main_length}; share of the peak in model operations", fontsize=8
+        f"thousand tokens a second, T={plan.main_length}; share of the peak; lines: 5 to 95 % of steps",
+        fontsize=8,
     )
     if is_swept:
         _draw_lengths(plan, done, axes[0, 1])
     drawing.suptitle(f"Training throughput, width {plan.model.width}, {plan.model.num_layers} layers", fontsize=11)
     save(drawing, path)
     return True
+
+
+def _spread(records: list[dict[str, Any]]) -> np.ndarray:
+    """How far the 5 and 95 % quantiles of single steps lie from each record's speed, thousand tokens a second."""
+    ends = []
+    for record in records:
+        paces = record["rows"] * record["length"] / np.asarray(record["step_seconds"]) / 1000
+        speed = record["tokens_per_second"] / 1000
+        ends.append([max(0.0, speed - np.quantile(paces, 0.05)), max(0.0, np.quantile(paces, 0.95) - speed)])
+    return np.transpose(ends)
 
 
 def _draw_lengths(plan: ThroughputStudy, done: list[dict[str, Any]], right: Any) -> None:

@@ -43,8 +43,8 @@ def test_a_page_shows_what_the_results_say(name):
     assert shown
 
 
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in EXPERIMENTS.glob("*/PLAN.md")))
-def test_a_planned_study_s_page_begins_with_question_plan_result_uncertainty_verdict(name):
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in EXPERIMENTS.glob("*/README.md")))
+def test_a_study_s_page_begins_with_question_plan_result_uncertainty_verdict(name):
     screen = "\n".join((EXPERIMENTS / name / "README.md").read_text().splitlines()[:30])
     found = re.findall(r"^\*\*(Question|Plan|Setting|Result|Uncertainty|Verdict)\b", screen, re.MULTILINE)
     assert [word.replace("Setting", "Plan") for word in found] == [
