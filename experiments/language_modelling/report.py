@@ -9,6 +9,7 @@ from typing import Any
 from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.language_modelling.runs import best_rate, read_run, read_runs
+from experiments.language_modelling.state import state_numbers
 from experiments.language_modelling.study import WIDTHS, LanguageStudy, study
 
 IN_COLOR = {
@@ -100,6 +101,7 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]], lacking: 
         "mixer",
         "parameters",
         "tokens a parameter",
+        "state",
         "rate",
         *(f"T={n}" for n in plan.lengths),
         "training loss",
@@ -107,9 +109,12 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]], lacking: 
         "memory, GB",
     ]
     rows = []
-    for label, runs in sorted(found.items(), key=lambda entry: _bits(entry[1], plan.train.data.sequence_length)):
+    trained = plan.train.data.sequence_length
+    models = {mixer.label: plan.model(mixer) for mixer in plan.mixers}
+    for label, runs in sorted(found.items(), key=lambda entry: _bits(entry[1], trained)):
         first = runs[0]
         row = [label, f"{first['num_parameters'] / 1e6:.1f}M", f"{first['train_tokens'] / first['num_parameters']:.1f}"]
+        row.append(f"{state_numbers(models[label], trained) / 1e6:.2f}M")
         row.append(f"{first['learning_rate']:g}" + "*" * (label in lacking))
         row += [f"{_bits(runs, n):.4f}" for n in plan.lengths]
         row.append(f"{statistics.fmean(_last_loss(run) for run in runs):.3f}")
@@ -125,8 +130,9 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]], lacking: 
     count = len(plan.report_seeds or plan.seeds)
     note = " * Not run at every rate that others were." if lacking else ""
     return "\n".join(markdown_table(head, rows)) + (
-        f"\n\nBits per byte of held-out text by tokens a row (trained at {plan.train.data.sequence_length}), mean over "
-        f"{count} seed(s), best first, after {every[0]['train_tokens']:,} tokens; training loss in nats a "
+        f"\n\nBits per byte of held-out text by tokens a row (trained at {trained}), mean over "
+        f"{count} seed(s), best first, after {every[0]['train_tokens']:,} tokens; state: numbers that a model keeps of "
+        f"{trained} tokens; training loss in nats a "
         f"token, mean of the last tenth.{note} Text: {text}. {where['device']}, jax {where['packages']['jax']}; commit "
         f"{commits}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.\n"
     )

@@ -1,8 +1,7 @@
 """Models of as many parameters, or of as large a state, whatever their mixer."""
 
-import jax
-
-from rnnlib.models import ModelConfig, abstract_model, count_parameters
+from experiments.language_modelling.state import state_numbers
+from rnnlib.models import ModelConfig, count_parameters
 
 MULTIPLE = 8
 """Of which a feed-forward's hidden width is a multiple: tensor cores want it, and it is far finer than 1 %."""
@@ -19,12 +18,6 @@ def match_parameters(config: ModelConfig, parameters: int) -> ModelConfig:
     if steps < 0:
         raise ValueError(f"{parameters:,} parameters are too few: {least:,} with the narrowest feed-forwards")
     return config.replace(mlp_width=MULTIPLE * (1 + steps))
-
-
-def state_numbers(config: ModelConfig, length: int) -> int:
-    """Numbers that a model keeps of a text of so many tokens: states, filters' windows, attention's keys and values."""
-    model = abstract_model(config)
-    return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(1, length))))
 
 
 def match_state(config: ModelConfig, mixer: str, numbers: int) -> ModelConfig:

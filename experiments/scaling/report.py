@@ -7,8 +7,8 @@ from experiments.harness.verdicts import Interval, Region, Verdict, below, betwe
 from experiments.language_modelling.needles import needles_table
 from experiments.language_modelling.report import chosen
 from experiments.language_modelling.report import write as write_size
+from experiments.language_modelling.state import state_numbers
 from experiments.language_modelling.study import LanguageStudy
-from experiments.scaling.matching import state_numbers
 from experiments.scaling.study import BASELINE, GATED_DELTANET, SIZES, study
 from rnnlib.models import count_parameters
 

@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 from experiments.harness.study import Mixer
 from experiments.language_modelling.needles import NeedleTests, SeveralTests
+from experiments.language_modelling.state import state_numbers
 from experiments.language_modelling.study import RATES, LanguageStudy, Tests, model_config
 from experiments.language_modelling.study import study as language_study
 from experiments.long_context.text import LongText, write_long_text
-from experiments.scaling.matching import match_parameters, match_state, state_numbers
+from experiments.scaling.matching import match_parameters, match_state
 from rnnlib.data import DataConfig, Tokenizer
 from rnnlib.layers import ConvolutionConfig
 from rnnlib.models import ModelConfig, count_parameters

@@ -15,10 +15,11 @@ from experiments.float8.study import study as float8
 from experiments.harness.study import Mixer
 from experiments.harness.verdicts import Interval, Verdict
 from experiments.language_modelling.needles import NeedleTests, SeveralTests, comparisons, needles_table
+from experiments.language_modelling.state import state_numbers
 from experiments.language_modelling.study import model_config
 from experiments.mesanet_stability.report import verdicts as stability
 from experiments.mesanet_stability.study import ONE, TWO
-from experiments.scaling.matching import match_parameters, state_numbers
+from experiments.scaling.matching import match_parameters
 from experiments.scaling.report import shrinking, verdicts
 from experiments.scaling.study import BASELINE, GATED_DELTANET, MIXERS, SMALLER_STATE, study
 from rnnlib.data import load_tokenizer
