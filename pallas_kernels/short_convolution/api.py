@@ -26,6 +26,7 @@ from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two, resets_o
 from pallas_kernels.common.refusal import refuse
 from pallas_kernels.common.triton.backend import Operand, call, interpreted, unsupported_arrays, whole
 from pallas_kernels.common.vma import pvary_together
+from pallas_kernels.short_convolution.branch import ConvolutionBranch, Epilogue
 from pallas_kernels.short_convolution.triton import Cut, convolution_kernel, reverse_convolution_kernel
 
 _MAX_WIDTH = 8
@@ -113,21 +114,6 @@ class ConvolutionInputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Epilogue:
-    """The operations after a stream's sums.
-
-    Attributes:
-        activation: None or "silu".
-        norm_size: channels of a head whose results get unit length, or None for no norm.
-        eps: added to the squared norm.
-    """
-
-    activation: str | None = None
-    norm_size: int | None = None
-    eps: float = 1e-6
-
-
-@dataclasses.dataclass(frozen=True)
 class Options:
     """Static options of a call.
 
@@ -163,7 +149,7 @@ def _cut(
         block=launch.block,
         ahead=launch.num_stages > 1,
         activation=epilogue.activation,
-        eps=None if epilogue.norm_size is None else epilogue.eps,
+        eps=None if epilogue.norm_size is None else epilogue.norm_eps,
     )
     warps = launch.num_warps * max(1, heads * columns // launch.inner)
     return cut, (tiles, cdiv(length, cut.tokens), batch), dataclasses.replace(launch, num_warps=warps)
@@ -362,27 +348,10 @@ def short_convolution(
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
     """
-    options: dict[str, Any] = {"activation": activation, "norm_size": norm_size}
-    refuse("short_convolution", unsupported_reason(x, kernel, bias, initial_state, **options))
-    stream = ConvolutionBranch(kernel, bias, initial_state, Epilogue(**options, eps=eps))
+    reason = unsupported_reason(x, kernel, bias, initial_state, activation=activation, norm_size=norm_size)
+    refuse("short_convolution", reason)
+    stream = ConvolutionBranch(kernel, bias, initial_state, Epilogue(activation, norm_size, eps))
     return _convolutions(x, (stream,), segment_ids, config)[0][0]
-
-
-@dataclasses.dataclass(frozen=True)
-class ConvolutionBranch:
-    """One stream of `fused_convolutions`; see `short_convolution`.
-
-    Attributes:
-        kernel: `[W, D]`.
-        bias: None or `[D]`.
-        initial_state: None or `[B, W - 1, D]`.
-        epilogue: activation and norm.
-    """
-
-    kernel: Array
-    bias: Array | None = None
-    initial_state: Array | None = None
-    epilogue: Epilogue = Epilogue()
 
 
 def fused_unsupported_reason(x: Array | jax.ShapeDtypeStruct, streams: Sequence[ConvolutionBranch]) -> str | None:

@@ -26,6 +26,7 @@ from pallas_kernels.common.triton.backend import (
 )
 from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.short_convolution import api
+from pallas_kernels.short_convolution.branch import Epilogue
 
 _COLUMNS = 256  # channels of a program where there is no norm
 
@@ -39,18 +40,14 @@ class TokenStream:
         kernel: `[W, D]`, W of at least 2.
         bias: None or `[D]`.
         state: `[B, W - 1, D]`, the inputs before, in `x`'s dtype.
-        activation: None or "silu".
-        norm_size: channels of a head whose results get unit length; None is no norm.
-        eps: added to the squared norm.
+        epilogue: activation and norm.
     """
 
     x: Array
     kernel: Array
     bias: Array | None
     state: Array
-    activation: str | None
-    norm_size: int | None
-    eps: float
+    epilogue: Epilogue
 
 
 @dataclass(frozen=True)
@@ -122,19 +119,19 @@ def _channels(r, i: int, cut: Cut, row: Array, tile: Array) -> None:
 
 
 def _cut(stream: TokenStream) -> Cut:
-    width, channels = stream.kernel.shape
+    (width, channels), (activation, norm_size, norm_eps) = stream.kernel.shape, stream.epilogue
     widest = 16 if interpreted() else _COLUMNS
-    size = min(widest, channels) if stream.norm_size is None else stream.norm_size
+    size = min(widest, channels) if norm_size is None else norm_size
     columns = 1 << (size - 1).bit_length()
-    eps = None if stream.norm_size is None else stream.eps
-    return Cut(width, channels, size, columns, stream.activation, eps, stream.bias is not None)
+    eps = None if norm_size is None else norm_eps
+    return Cut(width, channels, size, columns, activation, eps, stream.bias is not None)
 
 
 def unsupported_reason(streams: Sequence[TokenStream]) -> str | None:
     """Why `one_token_convolutions` can't serve some streams, as a noun phrase, or None if it can."""
     for s in streams:
         arrays = s.x, s.kernel, s.bias, s.state
-        if reason := api.unsupported_reason(*arrays, activation=s.activation, norm_size=s.norm_size):
+        if reason := api.unsupported_reason(*arrays, activation=s.epilogue.activation, norm_size=s.epilogue.norm_size):
             return reason
         if s.kernel.shape[0] < 2:
             return "a filter of one token"

@@ -8,13 +8,13 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from pallas_kernels.short_convolution.branch import ConvolutionBranch, Epilogue
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.feature_maps import ACTIVATIONS, FeatureMap, FeatureMapConfig, HeadMap
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.normalization import RMSNorm, l1_normalize, l2_normalize, sum_normalize
-from rnnlib.ops.short_convolution.fused import FusedBranch, fused_convolutions, fused_convolutions_support
-from rnnlib.ops.short_convolution.inputs import Epilogue
+from rnnlib.ops.short_convolution.fused import fused_convolutions, fused_convolutions_support
 from rnnlib.ops.short_convolution.one_token import Call, one_launch_supports, one_token_convolutions
 
 BranchNorm = Literal["none", "l2", "rms", "l1", "sum"]
@@ -107,10 +107,10 @@ class QKVBranch(nnx.Module, ColumnReader):
         assert self.convolution is not None
         return self.convolution.inputs(inputs[self.name], tail), self._epilogue(chosen)
 
-    def _fused(self, tail: Array | None, chosen: HeadMap | str) -> FusedBranch:
+    def _fused(self, tail: Array | None, chosen: HeadMap | str) -> ConvolutionBranch:
         """The same, for inputs that lie beside other streams'."""
         assert self.convolution is not None
-        return FusedBranch(*self.convolution.filter(), tail, self._epilogue(chosen))
+        return ConvolutionBranch(*self.convolution.filter(), tail, self._epilogue(chosen))
 
     def init_tail(self, batch_size: int, dtype: DTypeLike) -> Array | None:
         """The convolution's tail before the first token."""

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels.short_convolution.branch import ConvolutionBranch, Epilogue
 from rnnlib import ops
 from rnnlib.layers import InputProjection, MixerShape, mixer_preset
 from rnnlib.layers.input_projection import shared_columns
 from rnnlib.models.variables import values_by_column
 from rnnlib.ops.short_convolution import fused
-from rnnlib.ops.short_convolution.fused import FusedBranch, fused_convolutions, fused_unsupported
-from rnnlib.ops.short_convolution.inputs import Epilogue
+from rnnlib.ops.short_convolution.fused import fused_convolutions, fused_unsupported
 from tests.pallas_kernels.cases import relative_error
 from tests.selection import mostly_slow
 
@@ -29,9 +29,9 @@ def draw(*shape, seed=0):
 def streams():
     """Of 16, 16 and 32 columns, the widest first, with and without each option."""
     return [
-        FusedBranch(draw(4, 32), None, None, Epilogue("silu", None, 1e-6)),
-        FusedBranch(draw(3, 16), draw(16), draw(2, 2, 16), Epilogue("silu", 8, 1e-6)),
-        FusedBranch(draw(1, 16, seed=1), draw(16, seed=1), None, Epilogue(None, 16, 1e-6)),
+        ConvolutionBranch(draw(4, 32), None, None, Epilogue("silu", None, 1e-6)),
+        ConvolutionBranch(draw(3, 16), draw(16), draw(2, 2, 16), Epilogue("silu", 8, 1e-6)),
+        ConvolutionBranch(draw(1, 16, seed=1), draw(16, seed=1), None, Epilogue(None, 16, 1e-6)),
     ]
 
 
@@ -47,7 +47,7 @@ def one_by_one(x, given, segment_ids):
 
 
 def loss(run, x, arrays, segment_ids):
-    given = [FusedBranch(*a, stream.epilogue) for a, stream in zip(arrays, streams())]
+    given = [ConvolutionBranch(*a, stream.epilogue) for a, stream in zip(arrays, streams())]
     results, rest = run(x, given, segment_ids)
     return sum(jnp.sum(jnp.sin(2 * y) + jnp.sum(tail)) for y, tail in results) + jnp.sum(jnp.cos(rest))
 
@@ -86,7 +86,7 @@ def test_fused_convolutions_have_second_derivatives_and_rows_of_a_vmap():
 
 def test_unsupported_says_why():
     x = jnp.zeros((1, 4, 64))
-    narrow_first = [FusedBranch(jnp.zeros((4, n)), None, None, Epilogue(None, None, 1e-6)) for n in (16, 32)]
+    narrow_first = [ConvolutionBranch(jnp.zeros((4, n)), None, None, Epilogue(None, None, 1e-6)) for n in (16, 32)]
     assert fused_unsupported(x, streams()) is None
     assert "32 channels from column 16 on" in fused_unsupported(x, narrow_first)
     assert "48 columns for streams of 64" in fused_unsupported(x[..., :48], streams())

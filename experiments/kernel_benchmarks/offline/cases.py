@@ -23,7 +23,8 @@ from pallas_kernels.delta_rule.dplr import dplr
 from pallas_kernels.delta_rule.tuned_configs import load_table
 from pallas_kernels.linear_attention.api import linear_attention
 from pallas_kernels.ridge.api import ridge_solve
-from pallas_kernels.short_convolution.api import ConvolutionBranch, Epilogue, fused_convolutions
+from pallas_kernels.short_convolution.api import fused_convolutions
+from pallas_kernels.short_convolution.branch import ConvolutionBranch, Epilogue
 from pallas_kernels.short_convolution.decode import TokenStream, one_token_convolutions
 from rnnlib import ops
 
@@ -406,7 +407,9 @@ def decoding() -> list[Case]:
         return Case(f"skinny matmuls {words}, {rows} rows", loss, arrays, differentiated=False)
 
     def convolutions(x: Any) -> jax.Array:
-        streams = [TokenStream(x["x"], x["kernel"], None, x["state"], "silu", norm, 1e-6) for norm in (128, 128, None)]
+        streams = [
+            TokenStream(x["x"], x["kernel"], None, x["state"], Epilogue("silu", norm)) for norm in (128, 128, None)
+        ]
         return _total(one_token_convolutions(streams))
 
     def attention(rows: int, capacity: int, heads: int, key_heads: int, size: int) -> Case:

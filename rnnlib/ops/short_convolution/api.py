@@ -6,6 +6,7 @@ import jax
 from jax import Array
 from jaxtyping import Float, Int
 
+from pallas_kernels.short_convolution.branch import Epilogue
 from rnnlib.fields import PositiveInteger, matches
 from rnnlib.ops.arguments import (
     check_positive,
@@ -16,7 +17,7 @@ from rnnlib.ops.arguments import (
     floating_arrays,
 )
 from rnnlib.ops.sharding import split_over_mesh
-from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs, Epilogue
+from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs
 from rnnlib.ops.short_convolution.pallas import convolution_unsupported_reason, short_convolution_triton
 from rnnlib.ops.short_convolution.taps import on_context_shard, short_convolution_taps
 

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,29 +9,14 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels.common.platform import platform
+from pallas_kernels.short_convolution.branch import ConvolutionBranch
 from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
-from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Epilogue
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs
 from rnnlib.ops.short_convolution.taps import on_context_shard, short_convolution_taps
 
 
-class FusedBranch(NamedTuple):
-    """One stream of `fused_convolutions`.
-
-    Attributes:
-        kernel: `[W, D]`.
-        bias: None or `[D]`.
-        initial_state: None or the W - 1 inputs before the first, `[B, W - 1, D]`.
-        epilogue: activation and norm.
-    """
-
-    kernel: Array
-    bias: Array | None
-    initial_state: Array | None
-    epilogue: Epilogue
-
-
-def fused_convolutions_support(x: Array | jax.ShapeDtypeStruct, streams: Sequence[FusedBranch]) -> bool:
+def fused_convolutions_support(x: Array | jax.ShapeDtypeStruct, streams: Sequence[ConvolutionBranch]) -> bool:
     """Whether `fused_convolutions` is faster than one convolution at a time: bfloat16 on a GPU.
 
     Args:
@@ -42,15 +26,13 @@ def fused_convolutions_support(x: Array | jax.ShapeDtypeStruct, streams: Sequenc
     return platform() == "gpu" and x.dtype == jnp.bfloat16 and fused_unsupported(x, streams) is None
 
 
-def fused_unsupported(x: Array | jax.ShapeDtypeStruct, streams: Sequence[FusedBranch]) -> str | None:
+def fused_unsupported(x: Array | jax.ShapeDtypeStruct, streams: Sequence[ConvolutionBranch]) -> str | None:
     """Why the kernels can't serve a call, as a noun phrase, or None if they can."""
-    return unsupported_reason(
-        lambda kernels: kernels.short_convolution.fused_unsupported_reason(x, _kernel_streams(streams))
-    )
+    return unsupported_reason(lambda kernels: kernels.short_convolution.fused_unsupported_reason(x, streams))
 
 
 def fused_convolutions(
-    x: Float[Array, "B T N"], streams: Sequence[FusedBranch], *, segment_ids: Int[Array, "B T"] | None = None
+    x: Float[Array, "B T N"], streams: Sequence[ConvolutionBranch], *, segment_ids: Int[Array, "B T"] | None = None
 ) -> tuple[list[tuple[Float[Array, "B T _"], Float[Array, "B tail _"]]], Float[Array, "B T rest"]]:
     """`short_convolution` of each stream's columns of `x`, by kernels that read them where they are.
 
@@ -76,11 +58,11 @@ def fused_convolutions(
 
     Filters = list[tuple[Array, Array | None, Array | None]]
 
-    def given(filters: Filters) -> list[FusedBranch]:
-        return [FusedBranch(*arrays, stream.epilogue) for arrays, stream in zip(filters, streams)]
+    def given(filters: Filters) -> list[ConvolutionBranch]:
+        return [ConvolutionBranch(*arrays, stream.epilogue) for arrays, stream in zip(filters, streams)]
 
     def keywords(x: Array, filters: Filters, segment_ids: Array | None) -> dict:
-        return {"x": x, "streams": _kernel_streams(given(filters)), "segment_ids": segment_ids}
+        return {"x": x, "streams": given(filters), "segment_ids": segment_ids}
 
     def reference(x: Array, filters: Filters, segment_ids: Array | None) -> tuple[tuple[Array, ...], Array]:
         parts = jnp.split(x, ends, axis=-1)
@@ -94,11 +76,3 @@ def fused_convolutions(
     run = with_further_derivatives(kernel_operators().short_convolution.fused_convolutions, keywords, reference)
     results, rest = run(x, filters, segment_ids)
     return [(y, tail) for y, (_, tail) in zip(results, entered)], rest
-
-
-def _kernel_streams(streams: Sequence[FusedBranch]) -> list:
-    """The kernels' arguments."""
-    kernels = kernel_operators().short_convolution
-    return [
-        kernels.ConvolutionBranch(s.kernel, s.bias, s.initial_state, kernels.Epilogue(*s.epilogue)) for s in streams
-    ]

@@ -23,17 +23,3 @@ class ConvolutionInputs(NamedTuple):
     bias: Array | None
     initial_state: Array | None
     segment_ids: Array | None
-
-
-class Epilogue(NamedTuple):
-    """The operations after the convolution's sums.
-
-    Attributes:
-        activation: None or "silu".
-        norm_size: channels of a head whose results get unit length; None is no norm.
-        norm_eps: added to the squared norm.
-    """
-
-    activation: Activation
-    norm_size: int | None
-    norm_eps: float

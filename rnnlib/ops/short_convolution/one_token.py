@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common.platform import platform
+from pallas_kernels.short_convolution.branch import Epilogue
 from rnnlib.ops.context_parallel import current_axis
 from rnnlib.ops.derivatives import with_derivatives_of
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import is_split
-from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Epilogue
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs
 from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
 
 Call = tuple[ConvolutionInputs, Epilogue]
@@ -35,8 +36,8 @@ def _streams(inputs: Sequence[ConvolutionInputs], calls: Sequence[Call]) -> list
     """The kernel's arguments."""
     kernels = kernel_operators().token_convolution
     return [
-        kernels.TokenStream(x.x[:, 0], x.kernel, x.bias, x.initial_state, f.activation, f.norm_size, f.norm_eps)
-        for x, (_, f) in zip(inputs, calls)
+        kernels.TokenStream(x.x[:, 0], x.kernel, x.bias, x.initial_state, epilogue)
+        for x, (_, epilogue) in zip(inputs, calls)
     ]
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 from jax import Array
 
+from pallas_kernels.short_convolution.branch import Epilogue
 from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
-from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Epilogue
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs
 from rnnlib.ops.short_convolution.taps import short_convolution_taps
 
 

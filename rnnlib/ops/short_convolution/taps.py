@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.short_convolution.branch import Epilogue
 from rnnlib.ops.arguments import accumulation_dtype, is_symbolic, segment_index
 from rnnlib.ops.context_parallel import current_axis, of_last, tokens_before
-from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Epilogue
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs
 
 
 def short_convolution_taps(inputs: ConvolutionInputs, epilogue: Epilogue) -> Array:

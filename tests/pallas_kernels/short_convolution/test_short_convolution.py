@@ -9,14 +9,13 @@ import pytest
 
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.short_convolution.api import (
-    ConvolutionBranch,
     ConvolutionConfig,
     ConvolutionPrograms,
     fused_convolutions,
     short_convolution,
     unsupported_reason,
 )
-from pallas_kernels.short_convolution.api import Epilogue as ConvolutionEpilogue
+from pallas_kernels.short_convolution.branch import ConvolutionBranch, Epilogue
 from rnnlib import ops
 from tests.pallas_kernels.cases import relative_error
 
@@ -169,7 +168,7 @@ def test_joined_on_a_gpu(dtype):
     """Bit by bit what each stream gives by itself, and columns behind the streams go through."""
     streams = [(512, 128, ""), (256, None, BOTH), (256, 64, "bias")]
     made = [make_arguments((2, 700, size), 4, optional, True, dtype) for size, _, optional in streams]
-    epilogues = [ConvolutionEpilogue("silu", norm_size) for _, norm_size, _ in streams]
+    epilogues = [Epilogue("silu", norm_size) for _, norm_size, _ in streams]
     rest = jnp.ones((2, 700, 40), dtype)
     x = jnp.concatenate([arrays.pop("x") for arrays, _, _ in made] + [rest], axis=-1)
     filters, ids = [arrays for arrays, _, _ in made], made[0][2]
