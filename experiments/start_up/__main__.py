@@ -1,8 +1,8 @@
 """`python -m experiments.start_up`: seconds from `rnnlib train` to the first step, by stage, cold and warm.
 
 Each measurement is a process of its own, which does what the command does, in its order. The first has neither Python's
-bytecode nor compiled programs, the second the bytecode, the third what both have left behind. Results go to
-`results.json`, one record for each device, preset and state of the caches.
+bytecode nor compiled programs; then there are both ("warm"), all but the stored step ("traced"), all again, and the
+bytecode alone ("cold"). Results go to `results.json`, one record for each device, preset and state of the caches.
 """
 
 import dataclasses
@@ -10,9 +10,11 @@ import itertools
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -40,7 +42,8 @@ SPANS = {
     "step compiled by XLA": "backend_compile_duration",
 }
 """Parts of the stages, and the event of `jax.monitoring` that has their seconds."""
-STATES = ("first", "cold", "warm")
+_LOSSES = 3
+STATES = ("first", "warm", "traced", "warm again", "cold")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,7 @@ def stages(begin: float, recorded: dict[str, Any], argv: list[str]) -> None:
         from rnnlib.cli import train
         from rnnlib.cli.compilation_cache import keep_compiled_programs
         from rnnlib.training import Trainer, keep_freed_memory
+        from rnnlib.training.compiled_steps import COMPILING
         from rnnlib.training.hooks import Hook
 
     marks.append(time.time())
@@ -89,27 +93,36 @@ def stages(begin: float, recorded: dict[str, Any], argv: list[str]) -> None:
     jax.monitoring.register_event_duration_secs_listener(listen)
     arguments = train.parse_settings(train.TrainArguments, argv, command="train")
     keep_freed_memory()
-    keep_compiled_programs(arguments.compilation_cache)
+    programs = keep_compiled_programs(arguments.compilation_cache)
     marks.append(time.time())
     jax.devices()
     marks.append(time.time())
     if opening is not None:
         spans["GPU opened"] = opening.seconds
 
+    losses: list[float] = []
+
     class End(Hook):
-        """Ends the process: what follows the first step is not measured."""
+        """Ends the process after a few steps, whose losses say whether a stored step computes the same."""
 
         def on_report(self, trainer: Trainer, report: Any) -> None:
-            marks.append(time.time())
+            if not losses:
+                marks.append(time.time())
+            losses.append(report.loss)
+            if len(losses) < _LOSSES:
+                return
             pairs = itertools.pairwise(marks)
             seconds = dict(zip(STAGES, (after - before for before, after in pairs), strict=True))
-            record = {"seconds": seconds, "spans": spans, "environment": environment(**recorded)}
+            record = {"seconds": seconds, "spans": spans, "losses": losses, "environment": environment(**recorded)}
             print("\n" + json.dumps(record), flush=True)
+            for thread in threading.enumerate():  # that stores the step
+                if thread.name.startswith(COMPILING):
+                    thread.join()
             os._exit(0)
 
     with tempfile.TemporaryDirectory() as folder:
         with rare_collections():
-            trainer = Trainer(arguments.train)
+            trainer = Trainer(arguments.train, programs=programs)
             marks.append(time.time())
             trainer.add_hook(End())
             trainer.open(pathlib.Path(folder) / "run")
@@ -157,6 +170,9 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as caches:
                 for state in STATES:
                     programs = pathlib.Path(caches) / ("cold" if state == "cold" else "programs")
+                    if state == "traced":
+                        for folder in programs.glob("steps-*"):
+                            shutil.rmtree(folder)
                     result = measured(argv, recorded, programs, pathlib.Path(caches) / "bytecode")
                     key = {"preset": preset, "state": state, "device": result["environment"]["device"]}
                     records = [r for r in records if {name: r[name] for name in key} != key]

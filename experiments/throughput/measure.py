@@ -29,7 +29,7 @@ from rnnlib.training import (
     put_state,
 )
 from rnnlib.training.flops import PEAK, step_flops
-from rnnlib.training.step import abstract_state
+from rnnlib.training.step import abstract_state, split_for_mesh
 
 _SCHEDULE_STEPS = 1000
 
@@ -85,14 +85,14 @@ def _batch(plan: ThroughputStudy, case: Case, mesh: Mesh | None) -> dict[str, ja
     return batch
 
 
-def _initial_parameters(config: ModelConfig, full: Any) -> Any:
+def _initial_parameters(config: ModelConfig, full: Any, mesh: Mesh | None) -> Any:
     """Initial weights in the host's memory: those of one period of layers for all, since speed is all that is asked.
 
     (Compiling the initialisation of 24 layers takes minutes, and running it uncompiled takes longer than timing.)
     """
     period = len(config.mixers)
     model = DecoderLM(config.replace(num_layers=period), rngs=nnx.Rngs(0))
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.split(model, nnx.Param, ...)[1])
+    leaves = jax.tree_util.tree_leaves_with_path(split_for_mesh(model, mesh)[1])
     by_name = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
     def value(path: Any, leaf: Any) -> np.ndarray:
@@ -124,7 +124,7 @@ def compile_case(
     if jax.tree.leaves(state.other):
         raise TypeError(f"{case.mixer.label}: expected a model of parameters alone")
     # Made when the case is timed: until then the device's memory is a peer's.
-    parameters = functools.cache(lambda: _initial_parameters(config, state.parameters))
+    parameters = functools.cache(lambda: _initial_parameters(config, state.parameters, mesh))
 
     def new_state() -> TrainState:
         zero = np.zeros([], np.int32)

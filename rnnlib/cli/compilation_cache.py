@@ -39,11 +39,14 @@ def _machine() -> str:
     return f"{platform.machine()}-{hashlib.blake2b(instructions.encode(), digest_size=4).hexdigest()}"
 
 
-def keep_compiled_programs(folder: str | None) -> None:
+def keep_compiled_programs(folder: str | None) -> pathlib.Path | None:
     """Turns the cache on before anything is compiled; a folder that JAX was told otherwise stays.
 
     Args:
         folder: As `CompilationCache` says.
+
+    Returns:
+        A folder for compiled training steps (`Trainer`), in that of the cache; None where nothing is kept.
 
     Raises:
         CommandError: The folder was named and cannot be made.
@@ -52,18 +55,23 @@ def keep_compiled_programs(folder: str | None) -> None:
 
     if folder == "off":
         jax.config.update("jax_enable_compilation_cache", False)
-        return
+        return None
     if folder is None and jax.config.jax_compilation_cache_dir is not None:
-        return
+        return _steps_in(pathlib.Path(jax.config.jax_compilation_cache_dir))
     path = default_folder() if folder is None else pathlib.Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if folder is None:  # a machine without a home: it is compiled anew
-            return
+            return None
         raise CommandError(f"--compilation-cache {folder}: {error.strerror}, expected a folder or off") from error
     jax.config.update("jax_compilation_cache_dir", str(path))
     # Short ones, too: the first parameters of a model are a hundred small programs.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if importlib.util.find_spec("filelock") is not None:  # without it JAX cannot keep the folder small
         jax.config.update("jax_compilation_cache_max_size", _LARGEST)
+    return _steps_in(path)
+
+
+def _steps_in(folder: pathlib.Path) -> pathlib.Path:
+    return folder / f"steps-{_machine()}"

@@ -219,11 +219,11 @@ def run(argv: Sequence[str]) -> int:
     if arguments.resume and arguments.run is None:
         raise CommandError("--resume needs --run FOLDER, the run to continue")
     keep_freed_memory()
-    keep_compiled_programs(arguments.compilation_cache)
+    programs = keep_compiled_programs(arguments.compilation_cache)
     with input_errors():
         join_processes(arguments.distributed)
     with ending_together(_report):
-        return _train(arguments)
+        return _train(arguments, programs)
 
 
 def _report(error: BaseException) -> int:
@@ -246,7 +246,7 @@ def _next_folder() -> Path:
     return Path(broadcast_from_primary(lambda: str(next_run_folder(Path("runs")))))
 
 
-def _train(arguments: TrainArguments) -> int:
+def _train(arguments: TrainArguments, programs: Path | None) -> int:
     folder = arguments.run if arguments.run is not None else _next_folder()
     with input_errors(), rare_collections():
         tokenizer, chat, saved = None, None, arguments.train
@@ -275,6 +275,7 @@ def _train(arguments: TrainArguments) -> int:
                 initial=None if initial is None else initial.model,
                 origin=None if arguments.init is None else split_step(arguments.init)[0],
                 chat=chat,
+                programs=programs,
             )
         if arguments.run is None:
             folder = _next_folder()  # again: a run that was started beside this one may have taken it

@@ -3,7 +3,9 @@
 import concurrent.futures
 import functools
 import math
+import pathlib
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,6 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from rnnlib.configuration import to_plain
+from rnnlib.layers import preset_details
 from rnnlib.models import DecoderLM, abstract_model
 from rnnlib.training.adaptation import Adaptation, make_adaptation
 from rnnlib.training.auto_remat import RematChoice, choose_remat
@@ -25,6 +29,7 @@ from rnnlib.training.memory import bytes_of_each_device, check_fits, device_byte
 from rnnlib.training.mesh import make_mesh, mesh_sizes, param_shardings, tp_size
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
 from rnnlib.training.step import (
+    StepMetrics,
     TrainState,
     abstract_state,
     init_train_state,
@@ -34,6 +39,12 @@ from rnnlib.training.step import (
     split_for_mesh,
     state_shardings,
 )
+from rnnlib.training.stored_steps import StoredStep
+
+COMPILING = "rnnlib-compiling"
+"""How the names of threads begin that compile, read or store a step."""
+# Of a config, what no program depends on.
+_NOT_COMPUTED = ("checkpoint", "evaluation", "logging")
 
 
 class CompiledSteps:
@@ -47,13 +58,20 @@ class CompiledSteps:
         evaluation_step: the step of `evaluate_with`.
     """
 
-    def __init__(self, config: TrainConfig, token_bytes: np.ndarray, initial: DecoderLM | None):
-        """Checks what a config computes, and compiles nothing.
+    def __init__(
+        self,
+        config: TrainConfig,
+        token_bytes: np.ndarray,
+        initial: DecoderLM | None,
+        programs: pathlib.Path | None = None,
+    ):
+        """Checks what a config computes, and compiles nothing. A stored step begins to be read.
 
         Args:
             config: what to train, its vocabulary size that of the tokenizer.
             token_bytes: `[vocabulary_size]`, bytes of each token.
             initial: the model to begin with, whose arrays the first step takes; None for fresh weights.
+            programs: folder that keeps compiled training steps for later processes; None keeps none.
 
         Raises:
             ValueError: if a size in the config is wrong, or `initial` is another model; the message names it.
@@ -84,6 +102,12 @@ class CompiledSteps:
         self._remat: RematChoice | None = None  # what `remat="auto"` came to
         self._compiling: concurrent.futures.Future[Any] | None = None
         self._lock = threading.Lock()  # one thread may compile while another opens the run
+        self._stored: StoredStep | None = None
+        # Several processes must agree on what they do, and with "auto" several steps are tried.
+        if programs is not None and config.model.remat != "auto" and jax.process_count() == 1 and _is_own(config):
+            self._stored = self._stored_step(programs)
+            if self._stored.path.exists():
+                self._compiling = _in_thread(self._load)
 
     @property
     def has_initial(self) -> bool:
@@ -91,8 +115,25 @@ class CompiledSteps:
         return self._initial is not None
 
     def check_step(self) -> None:
-        """Traces the training step, so that what does not fit together is an error now."""
-        jax.eval_shape(self.train_step, self.template, self._abstract_batch())
+        """Traces the training step, so that what does not fit together is an error now; one that is stored fits."""
+        if self._compiling is None:
+            with warnings.catch_warnings(record=True) as found:
+                jax.eval_shape(self.train_step, self.template, self._abstract_batch())
+            for each in found:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+            if found:  # a step that is not traced would not warn
+                self._stored = None
+
+    def _stored_step(self, folder: pathlib.Path) -> StoredStep:
+        config = {name: value for name, value in to_plain(self.config).items() if name not in _NOT_COMPUTED}
+        about = {"config": config, "token bytes": self._token_bytes.tolist()}
+        state = abstract_state(self.template, self.mesh)
+        metrics = StepMetrics(*[0] * 7)  # in one process
+        return StoredStep(folder, about, (state, self._abstract_batch()), (state, metrics))
+
+    def _load(self) -> Any:
+        assert self._stored is not None
+        return self._stored.load(jax.local_devices()[:1] if self.mesh is None else list(self.mesh.devices.flat))
 
     def abstract_model(self) -> DecoderLM:
         """The model with shapes in place of arrays; the caller's own."""
@@ -236,9 +277,19 @@ class CompiledSteps:
             if self._compiling is None and self.config.model.remat != "auto" and jax.process_count() == 1:
                 lowered = self.train_step.lower(abstract_state(self.template, self.mesh), self._abstract_batch())
                 self._compiling = _in_thread(lowered.compile)
+                if self._stored is not None:  # by the thread that has compiled, while training begins
+                    self._compiling.add_done_callback(self._store)
+
+    def _store(self, compiled: "concurrent.futures.Future[Any]") -> None:
+        assert self._stored is not None
+        if compiled.exception() is None:
+            self._stored.save(compiled.result())
 
     def finish_compiling(self) -> None:
         """Waits for what `begin_compiling` has begun; from then on `train_step` is the compiled one."""
+        if self._compiling is not None and self._compiling.result() is None:  # what was stored could not be read
+            self._compiling = None
+            self.begin_compiling()
         if self._compiling is not None:
             self.train_step = self._compiling.result()
 
@@ -263,10 +314,15 @@ class CompiledSteps:
 
 def _in_thread[Result](function: Callable[[], Result]) -> "concurrent.futures.Future[Result]":
     """The function's result, computed in a thread that ends with it."""
-    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=COMPILING)
     future = pool.submit(function)
     pool.shutdown(wait=False)
     return future
+
+
+def _is_own(config: TrainConfig) -> bool:
+    """Whether all mixers are this library's: what makes a user's own is not known here."""
+    return all(preset_details(name).module.startswith("rnnlib.") for name in set(config.model.layer_mixers))
 
 
 def _check_same_arrays(expected: DecoderLM, found: DecoderLM) -> None:

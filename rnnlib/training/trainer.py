@@ -87,6 +87,7 @@ class Trainer:
         initial: DecoderLM | None = None,
         origin: Path | None = None,
         chat: ChatEncoder | None = None,
+        programs: Path | None = None,
     ):
         """Prepares a run and checks it; writes nothing.
 
@@ -98,6 +99,10 @@ class Trainer:
                 first step's to reuse. None for fresh weights.
             origin: the folder that `initial` is from; what says how to use its tokenizer is copied into the run's.
             chat: encodes conversations, in place of the chat template that `config.data` or `origin` names.
+            programs: folder that keeps compiled training steps for later processes, which then need not trace them;
+                None keeps none. A step is known by the files of this library and of imported modules, by packages,
+                settings and devices; not by what a process changes in modules while it runs. None is kept of mixers
+                of the user's own.
 
         Raises:
             ValueError: if a path, size or name in the config is wrong, or `initial` is another model; the message
@@ -111,7 +116,7 @@ class Trainer:
         vocabulary = max(config.model.vocabulary_size, self.tokenizer.vocabulary_size)
         model_config = dataclasses.replace(config.model, vocabulary_size=vocabulary)
         self.config = config = dataclasses.replace(config, model=model_config)
-        self._steps = CompiledSteps(config, self.tokenizer.token_bytes, initial)
+        self._steps = CompiledSteps(config, self.tokenizer.token_bytes, initial, programs)
         if config.data.format == "chat":
             chat = chat_encoder(config.data, self.tokenizer, origin) if chat is None else chat
             # A template may be anywhere; what else says how to use the tokenizer is beside it.
