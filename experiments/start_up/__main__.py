@@ -1,8 +1,8 @@
 """`python -m experiments.start_up`: seconds from `rnnlib train` to the first step, by stage, cold and warm.
 
 Each measurement is a process of its own, which does what the command does, in its order. The first has neither Python's
-bytecode nor compiled programs; then there are both ("warm"), all but the stored step ("traced"), all again, and the
-bytecode alone ("cold"). Results go to `results.json`, one record for each device, preset and state of the caches.
+bytecode nor compiled programs; then there are both ("warm"), all but the stored step ("traced"), and the bytecode alone
+("cold"). Results go to `results.json`, one record for each device, preset and state of the caches.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ SPANS = {
 }
 """Parts of the stages, and the event of `jax.monitoring` that has their seconds."""
 _LOSSES = 3
-STATES = ("first", "warm", "traced", "warm again", "cold")
+STATES = ("first", "warm", "traced", "cold")
 
 
 @dataclasses.dataclass(frozen=True)

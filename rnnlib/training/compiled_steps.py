@@ -39,12 +39,12 @@ from rnnlib.training.step import (
     split_for_mesh,
     state_shardings,
 )
-from rnnlib.training.stored_steps import StoredStep
+from rnnlib.training.stored_steps import StoredStep, compiled_and_whether_new
 
 COMPILING = "rnnlib-compiling"
 """How the names of threads begin that compile, read or store a step."""
-# Of a config, what no program depends on.
-_NOT_COMPUTED = ("checkpoint", "evaluation", "logging")
+# Of a config, what no program depends on but by shapes and by the tokenizer's bytes.
+_NOT_COMPUTED = ("checkpoint", "data", "evaluation", "logging")
 
 
 class CompiledSteps:
@@ -276,14 +276,21 @@ class CompiledSteps:
         with self._lock:
             if self._compiling is None and self.config.model.remat != "auto" and jax.process_count() == 1:
                 lowered = self.train_step.lower(abstract_state(self.template, self.mesh), self._abstract_batch())
-                self._compiling = _in_thread(lowered.compile)
-                if self._stored is not None:  # by the thread that has compiled, while training begins
-                    self._compiling.add_done_callback(self._store)
+                made = _in_thread(functools.partial(compiled_and_whether_new, lowered))
+                self._compiling = concurrent.futures.Future()
+                made.add_done_callback(functools.partial(self._finish, self._compiling))
 
-    def _store(self, compiled: "concurrent.futures.Future[Any]") -> None:
-        assert self._stored is not None
-        if compiled.exception() is None:
-            self._stored.save(compiled.result())
+    def _finish(
+        self, result: "concurrent.futures.Future[Any]", made: "concurrent.futures.Future[tuple[Any, bool]]"
+    ) -> None:
+        """Gives a compiled step to whoever waits for it, and stores it while training begins."""
+        if (error := made.exception()) is not None:
+            result.set_exception(error)
+            return
+        compiled, is_new = made.result()
+        result.set_result(compiled)
+        if self._stored is not None and is_new:
+            self._stored.save(compiled)
 
     def finish_compiling(self) -> None:
         """Waits for what `begin_compiling` has begun; from then on `train_step` is the compiled one."""

@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,33 @@ _OWN = ("rnnlib", "pallas_kernels")
 _VARIABLES = ("CUDA_", "FLAX_", "LIBTPU_", "NVIDIA_", "TF_", "TRITON_", "XLA_")
 # Of the folder, in bytes: what was not used for longest goes first.
 _LARGEST = 1_000_000_000
+
+
+_written = threading.local()
+
+
+def _count_written(event: str, **_: str | int) -> None:
+    """JAX records this event, in the thread that compiles, when it writes what XLA has made into its cache."""
+    if event == "/jax/compilation_cache/cache_misses":
+        _written.count = _programs_written() + 1
+
+
+def _programs_written() -> int:
+    return getattr(_written, "count", 0)
+
+
+jax.monitoring.register_event_listener(_count_written)
+
+
+def compiled_and_whether_new(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
+    """A compiled program, and whether XLA has made it now: one of JAX's cache cannot be written once more.
+
+    (On CPUs it could not be run from the second file: jax 0.11.2, "Function ... not found".)
+    """
+    before = _programs_written()
+    compiled = lowered.compile()
+    has_cache = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir is not None
+    return compiled, not has_cache or _programs_written() > before
 
 
 class StoredStep:
@@ -78,7 +106,7 @@ class StoredStep:
             return None
 
     def save(self, compiled: Any) -> None:
-        """Keeps a compiled function; one that cannot be kept is compiled again the next time."""
+        """Keeps a compiled function that XLA has just made; one that cannot be kept is compiled again the next time."""
         try:
             program, in_tree, out_tree = serialize_executable.serialize(compiled)
         except Exception:  # it calls functions of this process, or its runtime has no form for files
