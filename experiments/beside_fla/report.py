@@ -98,11 +98,12 @@ def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
     peers = ", ".join(f"{name} {version}" for name, version in versions.items())
     where = first["environment"]
     made = [row["environment"] for row in rows.values()]
+    devices = ", ".join(dict.fromkeys(own["device"] for own in made))
     commits, dates = (sorted({own[name][:size] for own in made}) for name, size in (("commit", 7), ("date", 10)))
     return "\n".join(markdown_table(head, lines)) + (
         f"\n\nNats a byte. Windows of {plan.window} steps; differences from the run named {OURS!r}. "
         f"{plan.steps} steps of {plan.batch_size * plan.sequence_length:,} bytes, width {plan.width}, "
-        f"{plan.num_layers} layers, one seed. {where['device']}, jax {where['packages']['jax']}"
+        f"{plan.num_layers} layers, one seed. {devices}, jax {where['packages']['jax']}"
         f"{', ' * bool(peers)}{peers}; commit {', '.join(commits)}; {', '.join(dates)}.\n"
     )
 
