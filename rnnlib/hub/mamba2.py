@@ -6,7 +6,7 @@ flash-linear-attention; transformers calls this key `layer_norm_epsilon`.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from rnnlib.hub.config_equivalence import sized_mixer
 from rnnlib.hub.config_reader import ConfigKeys
@@ -72,6 +72,20 @@ MAMBA_KEYS = (
 )
 
 
+class MambaFormat(NamedTuple):
+    """What a format calls the keys of a Mamba-2 mixer, as `mamba2` does unless it says otherwise, and two defaults."""
+
+    heads: str = "num_heads"
+    head_dim: str = "head_dim"
+    groups: str = "n_groups"
+    state_size: str = "state_size"
+    taps: str = "conv_kernel"
+    conv_bias: str = "use_conv_bias"
+    bias: str = "use_bias"
+    default_groups: int = 1
+    default_state_size: int = 128
+
+
 def _read(
     keys: ConfigKeys, *, eps: str, limits: str, heads: int | None, groups: int, mixer: dict[str, Any]
 ) -> ModelConfig:
@@ -95,19 +109,9 @@ def _read(
             f"{keys.where}: num_heads is {found}, expected expand * hidden_size = {channels} channels in heads of "
             f"head_dim = {size}"
         )
-    groups = keys.size("n_groups", groups)
     epsilon = keys.number(eps, 1e-5)
-    options = mamba_options(
-        heads=found,
-        groups=groups,
-        head_dim=size,
-        state_size=keys.size("state_size", 128),
-        taps=keys.size("conv_kernel", 4),
-        conv_bias=keys.flag("use_conv_bias", True),
-        bias=keys.flag("use_bias", False),
-        eps=epsilon,
-        limits=read_limits(keys, limits),
-    )
+    names = MambaFormat(default_groups=groups)
+    options = read_mamba(keys, names, found, size, eps=epsilon, limits=read_limits(keys, limits))
     return ModelConfig(
         vocabulary_size=keys.size("vocab_size"),
         width=width,
@@ -121,51 +125,66 @@ def _read(
     )
 
 
-def mamba_options(
-    *,
+def read_mamba(
+    keys: ConfigKeys,
+    names: MambaFormat,
     heads: int,
-    groups: int,
     head_dim: int,
-    state_size: int,
-    taps: int,
-    conv_bias: bool,
-    bias: bool,
+    *,
     eps: float,
     limits: tuple[float, float] | None,
 ) -> dict[str, Any]:
     """Options of the preset `mamba2`.
 
     Args:
-        heads: value heads.
-        groups: key heads, a divisor of the value heads.
+        keys: the keys of the file.
+        names: what the format calls them.
+        heads: value heads, which the key heads (groups) divide.
         head_dim: channels of a value head.
-        state_size: channels of a key head.
-        taps: of the filters.
-        conv_bias: whether the filters have biases.
-        bias: whether the projections have biases.
         eps: of the gated norm.
         limits: of dt, or None.
 
     Raises:
-        ValueError: the heads do not divide into groups.
+        ValueError: a key's value is wrong, or the heads do not divide into groups.
     """
+    groups, bias = keys.size(names.groups, names.default_groups), keys.flag(names.bias, False)
     if heads % groups:
-        raise ValueError(f"n_groups is {groups}, expected a divisor of num_heads = {heads}")
+        raise ValueError(f"{keys.where}: {names.groups} is {groups}, expected a divisor of {names.heads} = {heads}")
     return {
         "key_heads": groups,
         "value_heads": heads,
-        "key_head_dim": state_size,
+        "key_head_dim": keys.size(names.state_size, names.default_state_size),
         "value_head_dim": head_dim,
         "use_bias": bias,
         "decay.use_bias": bias,
         "decay.step_limits": limits,
-        "convolution.size": taps,
-        "convolution.use_bias": conv_bias,
+        "convolution.size": keys.size(names.taps, 4),
+        "convolution.use_bias": keys.flag(names.conv_bias, True),
         "output_projection.norm": "all" if groups == 1 else "group",
         "output_projection.eps": eps,
         "output_projection.gate_bias": bias,
         "output_projection.use_bias": bias,
     }
+
+
+def write_mamba(mixer: RecurrentMixerConfig, names: MambaFormat) -> dict[str, Any]:
+    """The keys that `read_mamba` reads."""
+    filters = mixer.convolution
+    return {
+        names.heads: mixer.value_heads,
+        names.head_dim: mixer.value_head_dim,
+        names.groups: mixer.key_heads,
+        names.state_size: mixer.key_head_dim,
+        names.taps: 4 if filters is None else filters.size,
+        names.conv_bias: filters is not None and filters.use_bias,
+        names.bias: mixer.use_bias,
+    }
+
+
+def write_expansion(mixer: RecurrentMixerConfig, width: int) -> float | int:
+    """The number of channels of all value heads over the model's width; a whole number is an int."""
+    expand = (mixer.value_heads or 0) * (mixer.value_head_dim or 0) / width
+    return int(expand) if expand == int(expand) else expand
 
 
 def read_limits(keys: ConfigKeys, name: str) -> tuple[float, float] | None:
@@ -186,31 +205,28 @@ def _write(config: ModelConfig) -> tuple[dict[str, Any], RecurrentMixerConfig, l
         raise ValueError(f"its first layer is {config.layer_mixers[0]!r}, expected mamba2")
     if config.feed_forward_width:
         raise ValueError(f"the feed-forward's width is {config.feed_forward_width}, expected none: mlp_ratio=0")
-    heads, size = mixer.value_heads or 0, mixer.value_head_dim or 0
-    expand = heads * size / config.width
-    filters = mixer.convolution
     keys = {
         "model_type": "mamba2",
         "vocab_size": config.vocabulary_size,
         "hidden_size": config.width,
         "num_hidden_layers": config.num_layers,
-        "num_heads": heads,
-        "head_dim": size,
-        "state_size": mixer.key_head_dim,
-        "n_groups": mixer.key_heads,
-        "expand": int(expand) if expand == int(expand) else expand,
-        "conv_kernel": 4 if filters is None else filters.size,
-        "use_conv_bias": filters is not None and filters.use_bias,
-        "use_bias": mixer.use_bias,
+        **write_mamba(mixer, MambaFormat()),
+        "expand": write_expansion(mixer, config.width),
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_embeddings,
     }
-    return keys, mixer, written_limits(mixer.decay)
+    return keys, mixer, written_limits(mixer)
 
 
-def written_limits(decay: SoftplusDecay) -> list[float]:
-    """The limits of dt, as files have them."""
-    return [0.0, math.inf] if decay.step_limits is None else list(decay.step_limits)
+def written_limits(mixer: RecurrentMixerConfig) -> list[float]:
+    """The limits of dt, as files have them.
+
+    Raises:
+        ValueError: the mixer's decay is not Mamba-2's.
+    """
+    if not isinstance(mixer.decay, SoftplusDecay):
+        raise ValueError(f"decay is {type(mixer.decay).__name__}, expected SoftplusDecay")
+    return [0.0, math.inf] if mixer.decay.step_limits is None else list(mixer.decay.step_limits)
 
 
 def _read_transformers(keys: ConfigKeys) -> ModelConfig:

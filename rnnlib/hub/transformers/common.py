@@ -6,8 +6,9 @@ from typing import Any
 from rnnlib.fields import PositiveNumber
 from rnnlib.hub.config_equivalence import sized_mixer
 from rnnlib.hub.config_reader import ConfigKeys
+from rnnlib.hub.mamba2 import MambaFormat, read_limits, read_mamba
 from rnnlib.hub.weight_layouts import TRANSPOSED, JoinedExperts, Stacked
-from rnnlib.hub.weight_mapping import linear, row
+from rnnlib.hub.weight_mapping import Row, linear, row
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.experts import Experts
 from rnnlib.layers.latent_attention import LatentAttentionConfig
@@ -148,6 +149,70 @@ def read_rotary(
     theta = inner.take("rope_theta", float | int | None, outer_base)
     found = inner.number("partial_rotary_factor", outer_factor)
     return None if theta is None else float(theta), 1.0 if factor is None else found
+
+
+def inner_mixer_rows(rows: Sequence[Row], path: str) -> tuple[Row, ...]:
+    """The rows of a mixer, for one that a layer's mixer has at `path`."""
+    return tuple(
+        given._replace(ours=tuple(ours.replace("mixer.", f"mixer.{path}.", 1) for ours in given.ours)) for given in rows
+    )
+
+
+MAMBA_FORMAT = MambaFormat(
+    heads="mamba_n_heads",
+    head_dim="mamba_d_head",
+    groups="mamba_n_groups",
+    state_size="mamba_d_state",
+    taps="mamba_d_conv",
+    conv_bias="mamba_conv_bias",
+    bias="mamba_proj_bias",
+    default_state_size=256,
+)
+
+
+def read_mamba_layers(keys: ConfigKeys, channels: int, origin: str, eps: float) -> Options:
+    """Options of the Mamba-2 layers of a hybrid, from keys that begin with `mamba_`.
+
+    Args:
+        keys: the file's keys.
+        channels: those of all heads together.
+        origin: the keys that they come from.
+        eps: the epsilon of the gated norm.
+    """
+    heads = keys.size(MAMBA_FORMAT.heads, 128)
+    if channels % heads:
+        raise ValueError(f"{keys.where}: mamba_n_heads is {heads}, expected a divisor of {origin} = {channels}")
+    if keys.values.get("mamba_d_head", "auto") in ("auto", None):
+        keys.ignore("mamba_d_head")
+    elif keys.size("mamba_d_head") * heads != channels:
+        found = keys.values["mamba_d_head"]
+        raise ValueError(f"{keys.where}: mamba_d_head is {found}, expected {channels // heads}")
+    limits = read_limits(keys, "time_step_limit")
+    return read_mamba(keys, MAMBA_FORMAT, heads, channels // heads, eps=eps, limits=limits)
+
+
+def read_attention(keys: ConfigKeys, width: int, key_heads: int | None = None) -> Options:
+    """Options of the attention layers of a hybrid; `key_heads` is the default, which null is not."""
+    heads, biases = keys.size("num_attention_heads", 32), keys.flag("attention_bias", False)
+    if "head_dim" not in keys and width % heads:
+        raise ValueError(f"{keys.where}: num_attention_heads is {heads}, expected a divisor of hidden_size = {width}")
+    return {
+        "num_heads": heads,
+        "key_heads": keys.size("num_key_value_heads", heads if "num_key_value_heads" in keys else key_heads or heads),
+        "head_dim": keys.size("head_dim", width // heads),
+        "use_bias": biases,
+        "output_bias": biases,
+    }
+
+
+def write_attention(layer: AttentionConfig) -> dict[str, Any]:
+    """The keys that `read_attention` reads."""
+    return {
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.key_heads,
+        "head_dim": layer.head_dim,
+        "attention_bias": layer.use_bias,
+    }
 
 
 def mixers_by_kind(

@@ -5,18 +5,23 @@ from typing import Any
 
 from rnnlib.hub.config_equivalence import sized_mixer
 from rnnlib.hub.config_reader import ConfigKeys
-from rnnlib.hub.mamba2 import MAMBA_KEYS, mamba_options, mamba_rows, read_limits, written_limits
+from rnnlib.hub.mamba2 import MAMBA_KEYS, mamba_rows, write_mamba, written_limits
 from rnnlib.hub.transformers.common import (
     ATTENTION,
     MAMBA_BLOCK,
+    MAMBA_FORMAT,
     MAMBA_ROWS,
     Options,
+    inner_mixer_rows,
+    read_attention,
     read_factor,
+    read_mamba_layers,
     read_model,
     read_rotary,
+    write_attention,
     write_model,
 )
-from rnnlib.hub.weight_mapping import Family, Row
+from rnnlib.hub.weight_mapping import Family
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.decay import SoftplusDecay
 from rnnlib.layers.feed_forward import SwiGLUConfig
@@ -71,26 +76,9 @@ def _read(keys: ConfigKeys) -> ModelConfig:
 
 
 def _read_mamba(keys: ConfigKeys, width: int, eps: float) -> Options:
-    heads, expand = keys.size("mamba_n_heads", 128), keys.size("mamba_expand", 2)
+    expand = keys.size("mamba_expand", 2)
     channels = keys.size("mamba_d_ssm", 1024 if "mamba_d_ssm" not in keys else expand * width)
-    if channels % heads:
-        raise ValueError(f"{keys.where}: mamba_n_heads is {heads}, expected a divisor of mamba_d_ssm = {channels}")
-    if keys.values.get("mamba_d_head", "auto") in ("auto", None):
-        keys.ignore("mamba_d_head")
-    elif keys.size("mamba_d_head") * heads != channels:
-        found = keys.values["mamba_d_head"]
-        raise ValueError(f"{keys.where}: mamba_d_head is {found}, expected {channels // heads}")
-    options = mamba_options(
-        heads=heads,
-        groups=keys.size("mamba_n_groups", 1),
-        head_dim=channels // heads,
-        state_size=keys.size("mamba_d_state", 256),
-        taps=keys.size("mamba_d_conv", 4),
-        conv_bias=keys.flag("mamba_conv_bias", True),
-        bias=keys.flag("mamba_proj_bias", False),
-        eps=eps,
-        limits=read_limits(keys, "time_step_limit"),
-    )
+    options = read_mamba_layers(keys, channels, "mamba_d_ssm", eps)
     options["output_projection.use_bias"] = keys.flag("projectors_bias", False)
     norm_first = keys.flag("mamba_norm_before_gate", True)
     if keys.flag("mamba_rms_norm", False):
@@ -101,21 +89,10 @@ def _read_mamba(keys: ConfigKeys, width: int, eps: float) -> Options:
 
 
 def _read_attention(keys: ConfigKeys, width: int) -> Options:
-    heads, bias = keys.size("num_attention_heads", 32), keys.flag("attention_bias", False)
-    if "head_dim" not in keys and width % heads:
-        raise ValueError(f"{keys.where}: num_attention_heads is {heads}, expected a divisor of hidden_size = {width}")
-    base, _ = read_rotary(keys)
-    size = keys.size("head_dim", width // heads)
-    return {
-        "num_heads": heads,
-        "key_heads": keys.size("num_key_value_heads", 8 if "num_key_value_heads" not in keys else heads),
-        "head_dim": size,
-        "use_bias": bias,
-        "output_bias": bias,
-        "rope_base": base,
-        # Keys are multiplied before they turn, which is the same as multiplying the scores.
-        "scale": size**-0.5 * read_factor(keys, "key_multiplier"),
-    }
+    options, (base, _) = read_attention(keys, width, key_heads=8), read_rotary(keys)
+    # Keys are multiplied before they turn, which is the same as multiplying the scores.
+    scale = options["head_dim"] ** -0.5 * read_factor(keys, "key_multiplier")
+    return options | {"rope_base": base, "scale": scale}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
@@ -129,25 +106,19 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         raise ValueError("its first mixer is not Mamba-2's, expected SoftplusDecay and a convolution")
     feed_forward = config.layer_feed_forwards[0]
     mlp = feed_forward if isinstance(feed_forward, SwiGLUConfig) else SwiGLUConfig()
-    filters, output_projection, size = mamba.convolution, mamba.output_projection, attention.head_dim
+    filters, output_projection = mamba.convolution, mamba.output_projection
     return {
         "model_type": "falcon_h1",
         **write_model(config),
         "intermediate_size": mlp.width or config.feed_forward_width,
         "embedding_multiplier": config.embedding_scale,
         "lm_head_multiplier": config.logits_scale,
-        "mamba_n_heads": mamba.value_heads,
-        "mamba_d_head": mamba.value_head_dim,
+        **write_mamba(mamba, MAMBA_FORMAT),
         "mamba_d_ssm": mamba.value_heads * mamba.value_head_dim,
-        "mamba_n_groups": mamba.key_heads,
-        "mamba_d_state": mamba.key_head_dim,
-        "mamba_d_conv": filters.size,
-        "mamba_conv_bias": filters.use_bias,
-        "mamba_proj_bias": mamba.use_bias,
         "projectors_bias": output_projection.use_bias,
         "mamba_rms_norm": output_projection.norm != "none",
         "mamba_norm_before_gate": output_projection.norm == "none" or not output_projection.gate_first,
-        "time_step_limit": written_limits(mamba.decay),
+        "time_step_limit": written_limits(mamba),
         "ssm_multipliers": [
             output_projection.gate_scale,
             filters.value_scale,
@@ -159,11 +130,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "ssm_out_multiplier": found.output_scales[0],
         "attention_in_multiplier": found.input_scales[1],
         "attention_out_multiplier": found.output_scales[1],
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.key_heads,
-        "attention_bias": attention.use_bias,
-        "key_multiplier": _key_multiplier(attention.scale, size),
-        "head_dim": size,
+        **write_attention(attention),
+        "key_multiplier": _key_multiplier(attention.scale, attention.head_dim),
         "rope_parameters": {"rope_type": "default", "rope_theta": attention.rope_base},
         "mlp_bias": mlp.use_bias,
         "mlp_multipliers": [mlp.gate_scale, mlp.output_scale],
@@ -177,14 +145,6 @@ def _key_multiplier(scale: float, size: int) -> float:
     return next((factor for factor in around if size**-0.5 * factor == scale), nearest)
 
 
-def _beside(rows: tuple[Row, ...], number: int) -> tuple[Row, ...]:
-    """The rows of a mixer, for one that stands beside others."""
-    return tuple(
-        given._replace(ours=tuple(path.replace("mixer.", f"mixer.mixers.{number}.", 1) for path in given.ours))
-        for given in rows
-    )
-
-
 FALCON_H1 = Family(
     name="falcon_h1",
     mixers=(_MIXER,),
@@ -192,6 +152,10 @@ FALCON_H1 = Family(
     read=_read,
     write=_write,
     rows=MAMBA_ROWS,
-    layer_rows=(*MAMBA_BLOCK, *_beside(mamba_rows("mamba"), 0), *_beside(ATTENTION, 1)),
+    layer_rows=(
+        *MAMBA_BLOCK,
+        *inner_mixer_rows(mamba_rows("mamba"), "mixers.0"),
+        *inner_mixer_rows(ATTENTION, "mixers.1"),
+    ),
     defaults={"vocab_size": 128000, "hidden_size": 4096},
 )

@@ -4,25 +4,28 @@ from typing import Any
 
 from rnnlib.fields import NaturalNumber
 from rnnlib.hub.config_reader import ConfigKeys, expansion
-from rnnlib.hub.mamba2 import mamba_options, mamba_rows, read_limits, written_limits
+from rnnlib.hub.mamba2 import mamba_rows, write_expansion, write_mamba, written_limits
 from rnnlib.hub.transformers.common import (
     ATTENTION,
     MAMBA_BLOCK,
+    MAMBA_FORMAT,
     MAMBA_ROWS,
     ROWS,
     Options,
     mixers_by_kind,
+    read_attention,
     read_factor,
     read_layer_types,
+    read_mamba_layers,
     read_model,
     read_rotary,
+    write_attention,
     write_layer_types,
     write_model,
 )
 from rnnlib.hub.weight_layouts import TRANSPOSED, Joined, JoinedExperts
 from rnnlib.hub.weight_mapping import Family, row
 from rnnlib.layers.attention import AttentionConfig
-from rnnlib.layers.decay import SoftplusDecay
 from rnnlib.layers.experts import Experts, RouterConfig
 from rnnlib.layers.feed_forward import SwiGLUConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
@@ -40,78 +43,22 @@ _WITHOUT_EFFECT = (
 )
 
 
-def _read_mamba(keys: ConfigKeys, width: int, eps: float) -> Options:
-    """Options of the Mamba-2 layers, from the keys that begin with `mamba_`."""
+def _read_mamba(keys: ConfigKeys, model: dict[str, Any]) -> Options:
     keys.ignore(*_WITHOUT_EFFECT)
-    heads, channels = keys.size("mamba_n_heads", 128), keys.size("mamba_expand", 2) * width
-    if channels % heads:
-        raise ValueError(
-            f"{keys.where}: mamba_n_heads is {heads}, expected a divisor of mamba_expand * hidden_size = {channels}"
-        )
-    if keys.values.get("mamba_d_head", "auto") == "auto":
-        keys.ignore("mamba_d_head")
-    elif keys.size("mamba_d_head") * heads != channels:
-        found = keys.values["mamba_d_head"]
-        raise ValueError(f"{keys.where}: mamba_d_head is {found}, expected {channels // heads}")
-    return mamba_options(
-        heads=heads,
-        groups=keys.size("mamba_n_groups", 1),
-        head_dim=channels // heads,
-        state_size=keys.size("mamba_d_state", 256),
-        taps=keys.size("mamba_d_conv", 4),
-        conv_bias=keys.flag("mamba_conv_bias", True),
-        bias=keys.flag("mamba_proj_bias", False),
-        eps=eps,
-        limits=read_limits(keys, "time_step_limit"),
-    )
+    channels = keys.size("mamba_expand", 2) * model["width"]
+    return read_mamba_layers(keys, channels, "mamba_expand * hidden_size", model["norm_eps"])
 
 
-def _write_mamba(mixers: list[RecurrentMixerConfig], width: int) -> dict[str, Any]:
-    if not mixers:
-        return {"mamba_n_heads": 1, "mamba_d_head": "auto"}
-    mixer = mixers[0]
-    if not isinstance(mixer.decay, SoftplusDecay):
-        raise ValueError(f"decay is {type(mixer.decay).__name__}, expected SoftplusDecay")
-    heads, size = mixer.value_heads or 0, mixer.value_head_dim or 0
-    if heads * size % width:
-        raise ValueError(f"Mamba-2's channels are {heads * size}, expected a multiple of the width {width}")
-    filters = mixer.convolution
-    return {
-        "mamba_n_heads": heads,
-        "mamba_d_head": size,
-        "mamba_expand": heads * size // width,
-        "mamba_n_groups": mixer.key_heads,
-        "mamba_d_state": mixer.key_head_dim,
-        "mamba_d_conv": 4 if filters is None else filters.size,
-        "mamba_conv_bias": filters is not None and filters.use_bias,
-        "mamba_proj_bias": mixer.use_bias,
-        "time_step_limit": written_limits(mixer.decay),
-    }
-
-
-def _read_attention(keys: ConfigKeys, width: int, key_heads: int | None = None) -> Options:
-    """Options of the attention layers; `key_heads` is the default, which null is not."""
-    heads, biases = keys.size("num_attention_heads", 32), keys.flag("attention_bias", False)
-    if "head_dim" not in keys and width % heads:
-        raise ValueError(f"{keys.where}: num_attention_heads is {heads}, expected a divisor of hidden_size = {width}")
-    return {
-        "num_heads": heads,
-        "key_heads": keys.size("num_key_value_heads", heads if "num_key_value_heads" in keys else key_heads or heads),
-        "head_dim": keys.size("head_dim", width // heads),
-        "use_bias": biases,
-        "output_bias": biases,
-    }
-
-
-def _write_attention(layers: list[AttentionConfig]) -> dict[str, Any]:
-    if not layers:
-        return {"num_attention_heads": 1, "num_key_value_heads": 1}
-    return {
-        "num_attention_heads": layers[0].num_heads,
-        "num_key_value_heads": layers[0].key_heads,
-        "head_dim": layers[0].head_dim,
-        "attention_bias": layers[0].use_bias,
-    }
+def _write_mixers(mamba: list[RecurrentMixerConfig], attention: list[AttentionConfig], width: int) -> dict[str, Any]:
+    """The keys of both kinds of layers."""
+    values = {"mamba_n_heads": 1, "mamba_d_head": "auto", "num_attention_heads": 1, "num_key_value_heads": 1}
+    for mixer in mamba[:1]:
+        values |= write_mamba(mixer, MAMBA_FORMAT)
+        expand = write_expansion(mixer, width)
+        if not isinstance(expand, int):
+            raise ValueError(f"Mamba-2's channels are {expand} times the width {width}, expected a multiple")
+        values |= {"mamba_expand": expand, "time_step_limit": written_limits(mixer)}
+    return values | (write_attention(attention[0]) if attention else {})
 
 
 def _read_bamba(keys: ConfigKeys) -> ModelConfig:
@@ -123,8 +70,8 @@ def _read_bamba(keys: ConfigKeys) -> ModelConfig:
             raise ValueError(f"{keys.where}: attn_layer_indices has {layer!r}, expected layers from 0 to {layers - 1}")
     # The class sets 0.5 where `rope_parameters` has no fraction, whatever stands at the top level.
     base, factor = read_rotary(keys, factor=0.5, reads_outer_factor=False)
-    attention = _read_attention(keys, width, key_heads=8)
-    mamba = _read_mamba(keys, width, model["norm_eps"])
+    attention = read_attention(keys, width, key_heads=8)
+    mamba = _read_mamba(keys, model)
     rotary = {"rope_base": base, "rope_channels": int(attention["head_dim"] * factor)}
     return ModelConfig(
         **model,
@@ -146,8 +93,7 @@ def _write_bamba(config: ModelConfig) -> dict[str, Any]:
     return {
         "model_type": "bamba",
         **write_model(config),
-        **_write_mamba(recurrent, config.width),
-        **_write_attention(attention),
+        **_write_mixers(recurrent, attention, config.width),
         "attn_layer_indices": [i for i, kind in enumerate(kinds) if isinstance(kind, AttentionConfig)],
         "intermediate_size": config.feed_forward_width,
         "mlp_bias": any(isinstance(part, SwiGLUConfig) and part.use_bias for part in config.layer_feed_forwards),
@@ -174,9 +120,9 @@ def _read_granite(keys: ConfigKeys) -> ModelConfig:
     width = model["width"]
     positions = keys.take("position_embedding_type", str | None, None)
     base, _ = read_rotary(keys)
-    attention = _read_attention(keys, width)
+    attention = read_attention(keys, width)
     rotary = {"rope_base": base if positions == "rope" else None}
-    mamba = _read_mamba(keys, width, model["norm_eps"])
+    mamba = _read_mamba(keys, model)
     count, shared = keys.take("num_local_experts", NaturalNumber, 8), keys.size("shared_intermediate_size", 1024)
     per_token, expert_width = keys.size("num_experts_per_tok", 2), keys.size("intermediate_size", 11008)
     keys.only("shared_mlp_bias", False)
@@ -214,8 +160,7 @@ def _write_granite(config: ModelConfig) -> dict[str, Any]:
     values = {
         "model_type": "granitemoehybrid",
         **write_model(config),
-        **_write_mamba(recurrent, config.width),
-        **_write_attention(attention),
+        **_write_mixers(recurrent, attention, config.width),
         "layer_types": write_layer_types(kinds),
         "position_embedding_type": "rope" if layer and layer.rope_base is not None else None,
         "rope_parameters": {"rope_type": "default", "rope_theta": (layer and layer.rope_base) or 10000.0},

@@ -5,12 +5,11 @@ from typing import Any
 
 from rnnlib.fields import PositiveNumber
 from rnnlib.hub.config_reader import ConfigKeys
-from rnnlib.hub.mamba2 import MAMBA_KEYS, mamba_options, mamba_rows
+from rnnlib.hub.mamba2 import MAMBA_KEYS, MambaFormat, mamba_rows, read_mamba, write_mamba, written_limits
 from rnnlib.hub.transformers.common import Options, mixers_by_kind
 from rnnlib.hub.weight_layouts import TRANSPOSED, Stacked
 from rnnlib.hub.weight_mapping import Family, linear, row
 from rnnlib.layers.attention import AttentionConfig
-from rnnlib.layers.decay import SoftplusDecay
 from rnnlib.layers.experts import Experts, RouterConfig
 from rnnlib.layers.feed_forward import MLPConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
@@ -26,6 +25,7 @@ _MIXERS = {
     "mlp": NONE,
     "moe": NONE,
 }
+_FORMAT = MambaFormat(heads="mamba_num_heads", head_dim="mamba_head_dim", state_size="ssm_state_size", default_groups=8)
 _PATTERN = ("linear_attention", "moe", "full_attention", "mlp")
 _ACTIVATIONS = {"relu2": "squared_relu", "relu": "relu", "silu": "silu"}
 
@@ -62,17 +62,13 @@ def _read(keys: ConfigKeys) -> ModelConfig:
     kinds = _read_kinds(keys)
     eps, heads = keys.number("layer_norm_epsilon", 1e-5), keys.size("mamba_num_heads", 128)
     least = keys.number(keys.named("mamba_dt_min", "time_step_min"), 0.001)
-    mamba = mamba_options(
-        heads=heads,
-        groups=keys.size(keys.named("mamba_n_groups", "n_groups"), 8),
-        head_dim=keys.size("mamba_head_dim", 64),
-        state_size=keys.size("ssm_state_size", 128),
-        taps=keys.size(keys.named("mamba_d_conv", "conv_kernel"), 4),
-        conv_bias=keys.flag(keys.named("mamba_conv_bias", "use_conv_bias"), True),
-        bias=keys.flag("use_bias", False),
-        eps=eps,
-        limits=(least, math.inf) if least > 0 else None,
+    names = _FORMAT._replace(
+        groups=keys.named("mamba_n_groups", "n_groups"),
+        taps=keys.named("mamba_d_conv", "conv_kernel"),
+        conv_bias=keys.named("mamba_conv_bias", "use_conv_bias"),
     )
+    limits = (least, math.inf) if least > 0 else None
+    mamba = read_mamba(keys, names, heads, keys.size("mamba_head_dim", 64), eps=eps, limits=limits)
     attention = _read_attention(keys)
     keys.only("mamba_hidden_act", "silu", "swish")
     activation = keys.one_of("mlp_hidden_act", _ACTIVATIONS, "relu2")
@@ -162,7 +158,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         ],
     }
     for mixer in recurrent[:1]:
-        values |= _write_mamba(mixer)
+        values |= write_mamba(mixer, _FORMAT) | {"time_step_min": written_limits(mixer)[0]}
     for layer in attention[:1]:
         values |= {
             "num_attention_heads": layer.num_heads,
@@ -184,22 +180,6 @@ def _kind(mixer: Any, feed_forward: Any) -> str:
     if isinstance(mixer, AttentionConfig):
         return "full_attention"
     return "moe" if isinstance(feed_forward, Experts) else "mlp"
-
-
-def _write_mamba(mixer: RecurrentMixerConfig) -> dict[str, Any]:
-    if not isinstance(mixer.decay, SoftplusDecay):
-        raise ValueError(f"decay is {type(mixer.decay).__name__}, expected SoftplusDecay")
-    filters, limits = mixer.convolution, mixer.decay.step_limits
-    return {
-        "mamba_num_heads": mixer.value_heads,
-        "mamba_head_dim": mixer.value_head_dim,
-        "n_groups": mixer.key_heads,
-        "ssm_state_size": mixer.key_head_dim,
-        "conv_kernel": 4 if filters is None else filters.size,
-        "use_conv_bias": filters is not None and filters.use_bias,
-        "use_bias": mixer.use_bias,
-        "time_step_min": 0.0 if limits is None else limits[0],
-    }
 
 
 def _write_experts(part: Experts) -> dict[str, Any]:

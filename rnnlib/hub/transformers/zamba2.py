@@ -7,8 +7,16 @@ from typing import Any
 
 from rnnlib.hub.config_equivalence import sized_mixer
 from rnnlib.hub.config_reader import ConfigKeys
-from rnnlib.hub.mamba2 import MAMBA_KEYS, mamba_options, mamba_rows
-from rnnlib.hub.transformers.common import ROWS, read_rotary, write_model
+from rnnlib.hub.mamba2 import (
+    MAMBA_KEYS,
+    MambaFormat,
+    mamba_rows,
+    read_mamba,
+    write_expansion,
+    write_mamba,
+    written_limits,
+)
+from rnnlib.hub.transformers.common import MAMBA_ROWS, inner_mixer_rows, read_rotary, write_model
 from rnnlib.hub.weight_layouts import SAME, TRANSPOSED, Joined
 from rnnlib.hub.weight_mapping import Family, Row, linear, row
 from rnnlib.layers.decay import SoftplusDecay
@@ -38,6 +46,15 @@ _DERIVED = (
     "attention_hidden_size",
     "head_dim",
 )
+_FORMAT = MambaFormat(
+    heads="n_mamba_heads",
+    head_dim="mamba_headdim",
+    groups="mamba_ngroups",
+    state_size="mamba_d_state",
+    taps="mamba_d_conv",
+    bias="add_bias_linear",
+    default_state_size=64,
+)
 _ACTIVATIONS = {"gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "silu": "silu", "relu": "relu"}
 
 
@@ -48,7 +65,7 @@ def _read(keys: ConfigKeys) -> ModelConfig:
     width, eps = keys.size("hidden_size", 2560), keys.number("rms_norm_eps", 1e-5)
     is_hybrid = _read_types(keys)
     tied, bias = keys.flag("tie_word_embeddings", True), keys.flag("add_bias_linear", False)
-    mamba = _read_mamba(keys, width, bias)
+    mamba = _read_mamba(keys, width)
     heads = keys.size("num_attention_heads", 32)
     if 2 * width % heads:
         raise ValueError(f"{keys.where}: num_attention_heads is {heads}, expected a divisor of {2 * width}")
@@ -107,22 +124,14 @@ def _read_types(keys: ConfigKeys) -> list[bool]:
     return [_TYPES[kind] for kind in types]
 
 
-def _read_mamba(keys: ConfigKeys, width: int, bias: bool) -> dict[str, Any]:
+def _read_mamba(keys: ConfigKeys, width: int) -> dict[str, Any]:
     heads, channels = keys.size("n_mamba_heads", 8), int(keys.number("mamba_expand", 2) * width)
     if channels % heads:
         raise ValueError(f"{keys.where}: n_mamba_heads is {heads}, expected a divisor of {channels} channels")
     least = keys.number("time_step_min", 0.001)
-    return mamba_options(
-        heads=heads,
-        groups=keys.size("mamba_ngroups", 1),
-        head_dim=channels // heads,
-        state_size=keys.size("mamba_d_state", 64),
-        taps=keys.size("mamba_d_conv", 4),
-        conv_bias=True,
-        bias=bias,
-        eps=1e-5,
-        limits=None if least <= 0 else (least, float("inf")),
-    )
+    limits = None if least <= 0 else (least, float("inf"))
+    options = read_mamba(keys, _FORMAT, heads, channels // heads, eps=1e-5, limits=limits)
+    return options | {"convolution.use_bias": True}  # whatever the file says
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
@@ -132,7 +141,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     hybrid = [kind.transformer for kind in kinds if isinstance(kind, SharedInputMixerConfig)]
     shared = hybrid[0] if hybrid else SharedTransformer().sized(config.width, config.num_heads)
     mixer, names = kinds[0], {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
-    limits, expand = mixer.decay.step_limits, mixer.value_heads * mixer.value_head_dim / config.width
     if shared.adapter_rank is None:
         raise ValueError("its shared layer has no adapters, expected some")
     return {
@@ -142,14 +150,9 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "layers_block_type": [
             "hybrid" if isinstance(kind, SharedInputMixerConfig) else "linear_attention" for kind in kinds
         ],
-        "n_mamba_heads": mixer.value_heads,
-        "mamba_headdim": mixer.value_head_dim,
-        "mamba_expand": int(expand) if expand == int(expand) else expand,
-        "mamba_ngroups": mixer.key_heads,
-        "mamba_d_state": mixer.key_head_dim,
-        "mamba_d_conv": 4 if mixer.convolution is None else mixer.convolution.size,
-        "time_step_min": 0.0 if limits is None else limits[0],
-        "add_bias_linear": mixer.use_bias,
+        **write_mamba(mixer, _FORMAT),
+        "mamba_expand": write_expansion(mixer, config.width),
+        "time_step_min": written_limits(mixer)[0],
         "num_attention_heads": shared.num_heads,
         "num_key_value_heads": shared.key_heads,
         "use_mem_rope": shared.rope_base is not None,
@@ -163,8 +166,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 def _rows(model: DecoderLM) -> tuple[Row, ...]:
     """The arrays outside of layers, and the adapters, which lie under the layer that has the shared arrays."""
-    rows = [entry for entry in ROWS if entry.ours != ("norm.scale",)]
-    rows.append(row("model.final_layernorm.weight", "norm.scale"))
+    rows = list(MAMBA_ROWS)
     first: dict[int, int] = {}
     hybrid = [(i, block.mixer) for i, block in enumerate(model.blocks) if isinstance(block.mixer, SharedInputMixer)]
     for number, (i, mixer) in enumerate(hybrid):
@@ -189,10 +191,7 @@ _SHARED = "mixer.transformer"
 _GATE_AND_UP = tuple(f"{_SHARED}.feed_forward.{name}" for name in ("gate", "up"))
 _PLAIN_ROWS = (row("input_layernorm.weight", "mixer_norm.scale"), *mamba_rows("mamba"))
 _HYBRID_ROWS = (
-    *(
-        entry._replace(ours=tuple(path.replace("mixer.", "mixer.mixer.", 1) for path in entry.ours))
-        for entry in mamba_rows("mamba_decoder.mamba")
-    ),
+    *inner_mixer_rows(mamba_rows("mamba_decoder.mamba"), "mixer"),
     row("mamba_decoder.input_layernorm.weight", "mixer.norm.scale"),
     *linear("linear", "mixer.projection"),
     row("shared_transformer.input_layernorm.weight", f"{_SHARED}.norm.scale"),
