@@ -10,8 +10,9 @@ from typing import Any
 
 from rnnlib.hub.config_equivalence import sized_mixer
 from rnnlib.hub.config_reader import ConfigKeys, expansion
+from rnnlib.hub.rows import attention_rows, swiglu_rows
 from rnnlib.hub.weight_layouts import TRANSPOSED, Joined
-from rnnlib.hub.weight_mapping import Family, Row, by_mixer, linear, row
+from rnnlib.hub.weight_mapping import Family, Row, by_mixer, row
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.block import Block
@@ -50,16 +51,11 @@ BLOCK = (
         Joined(TRANSPOSED),
         unless="mlp.up_proj.weight",
     ),
-    *linear("mlp.gate_proj", "feed_forward.gate"),
-    *linear("mlp.up_proj", "feed_forward.up"),
-    *linear("mlp.down_proj", "feed_forward.down"),
+    *swiglu_rows("mlp"),
 )
 
 ATTENTION = (
-    *linear("attn.q_proj", "mixer.input_projection.query"),
-    *linear("attn.k_proj", "mixer.input_projection.key"),
-    *linear("attn.v_proj", "mixer.input_projection.value"),
-    *linear("attn.o_proj", "mixer.output"),
+    *attention_rows("attn"),
     row("attn.q_norm.weight", "mixer.query_norm.scale"),
     row("attn.k_norm.weight", "mixer.key_norm.scale"),
 )

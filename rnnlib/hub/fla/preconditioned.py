@@ -13,7 +13,6 @@ from rnnlib.layers.preconditioner import ApplyToKey
 
 _PRECONDITIONER = (
     *linear("attn.b_proj", "mixer.input_projection.write_gate"),
-    *linear("attn.b_proj", "mixer.input_projection.write_gate"),
     *linear("attn.b_atk_proj", "mixer.input_projection.gram_write_gate"),
     row("attn.A_log_atk", "mixer.keys.gram.decay.A_log"),
     row("attn.dt_bias_atk", "mixer.keys.gram.decay.dt_bias"),

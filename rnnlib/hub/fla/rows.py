@@ -1,18 +1,10 @@
 """Rows shared by the tables of several mixers of flash-linear-attention."""
 
-from rnnlib.hub.weight_mapping import filter_, linear, row
+from rnnlib.hub.rows import filter_rows, stream_rows
+from rnnlib.hub.weight_mapping import linear, row
 
-STREAMS = (
-    *linear("attn.q_proj", "mixer.input_projection.query"),
-    *linear("attn.k_proj", "mixer.input_projection.key"),
-    *linear("attn.v_proj", "mixer.input_projection.value"),
-)
-
-CONVOLUTIONS = (
-    *filter_("attn.q_conv1d", "mixer.query.convolution"),
-    *filter_("attn.k_conv1d", "mixer.key.convolution"),
-    *filter_("attn.v_conv1d", "mixer.value.convolution"),
-)
+STREAMS = stream_rows("attn")
+CONVOLUTIONS = filter_rows("attn")
 
 # The decay per head, `-exp(A_log) softplus(W x + dt_bias)`.
 DECAY = (

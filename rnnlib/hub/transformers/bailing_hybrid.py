@@ -2,13 +2,16 @@
 
 from typing import Any
 
-from rnnlib.fields import NaturalNumber, PositiveNumber
 from rnnlib.hub.config_equivalence import sized_mixer
 from rnnlib.hub.config_reader import ConfigKeys
+from rnnlib.hub.rows import filter_rows, stream_rows, swiglu_rows
 from rnnlib.hub.transformers.common import (
     EXPERTS,
     FEED_FORWARD,
+    NORMS,
     Options,
+    read_experts,
+    read_feed_forward_types,
     read_latent_attention,
     read_layer_types,
     read_model,
@@ -18,9 +21,9 @@ from rnnlib.hub.transformers.common import (
     write_model,
 )
 from rnnlib.hub.weight_layouts import SAME, TRANSPOSED, Interleaved, PairsApart
-from rnnlib.hub.weight_mapping import Family, filter_, linear, row
+from rnnlib.hub.weight_mapping import Family, linear, row
 from rnnlib.layers.decay import BoundedDecay, SoftplusDecay
-from rnnlib.layers.experts import Experts, RouterConfig
+from rnnlib.layers.experts import Experts
 from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig
@@ -31,23 +34,16 @@ _RATE = (1.0, 16.0)
 _MIXERS = {"linear_attention": "kda", "full_attention": "latent_attention"}
 
 _BLOCK = (
-    row("input_layernorm.weight", "mixer_norm.scale"),
-    row("post_attention_layernorm.weight", "feed_forward_norm.scale"),
+    *NORMS,
     *FEED_FORWARD,
     *EXPERTS,
     row("mlp.gate.expert_bias", "feed_forward.router.correction_bias"),
-    *linear("mlp.shared_experts.gate_proj", "feed_forward.shared.gate"),
-    *linear("mlp.shared_experts.up_proj", "feed_forward.shared.up"),
-    *linear("mlp.shared_experts.down_proj", "feed_forward.shared.down"),
+    *swiglu_rows("mlp.shared_experts", "feed_forward.shared"),
 )
 
 _DELTA = (
-    *linear("attention.q_proj", "mixer.input_projection.query"),
-    *linear("attention.k_proj", "mixer.input_projection.key"),
-    *linear("attention.v_proj", "mixer.input_projection.value"),
-    *filter_("attention.q_conv1d", "mixer.query.convolution"),
-    *filter_("attention.k_conv1d", "mixer.key.convolution"),
-    *filter_("attention.v_conv1d", "mixer.value.convolution"),
+    *stream_rows("attention"),
+    *filter_rows("attention"),
     *linear("attention.f_proj", "mixer.input_projection.decay"),
     row("attention.A_log", "mixer.decay.A_log"),
     row("attention.dt_bias", "mixer.decay.dt_bias"),
@@ -120,13 +116,8 @@ def _read(keys: ConfigKeys) -> ModelConfig:
         "output_projection.gate_bias": False,
         "output_projection.eps": model["norm_eps"],
     }
-    first = keys.take("first_k_dense_replace", NaturalNumber, 2)
-    kinds = keys.take("mlp_layer_types", list | None, None)
-    if kinds is None:
-        kinds = ["dense" if i < first else "sparse" for i in range(layers)]
-    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-        raise ValueError(f"{keys.where}: mlp_layer_types is {kinds}, expected {layers} entries, dense or sparse")
-    experts = _read_experts(keys)
+    kinds = read_feed_forward_types(keys, 2)
+    experts = read_experts(keys, num_experts=512, width=768, groups=8, groups_kept=4, scale=2.5)
     return ModelConfig(
         **model,
         num_layers=layers,
@@ -142,25 +133,6 @@ def _read_attention(keys: ConfigKeys, heads: int) -> Options:
     base, _ = read_rotary(keys, base=6e6)
     given = read_latent_attention(keys, num_heads=heads, rope_base=base, eps=_EPS)
     return given | {"head_gate": True}
-
-
-def _read_experts(keys: ConfigKeys) -> Experts:
-    width = keys.size("moe_intermediate_size", 768)
-    router = RouterConfig(
-        "sigmoid",
-        renormalize=keys.flag(keys.named("moe_renormalize", "norm_topk_prob"), True),
-        correction_bias=True,
-        groups=keys.size(keys.named("num_expert_group", "n_group"), 8),
-        groups_kept=keys.size("topk_group", 4),
-        scale=float(keys.take("routed_scaling_factor", PositiveNumber, 2.5)),
-    )
-    return Experts(
-        num_experts=keys.size(keys.named("num_experts", "num_local_experts"), 512),
-        experts_per_token=keys.size(keys.named("num_experts_per_token", "num_experts_per_tok"), 8),
-        width=width,
-        router=router,
-        shared_width=width * keys.size(keys.named("num_shared_experts", "n_shared_experts"), 1),
-    )
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:

@@ -1,16 +1,17 @@
 """Code shared by transformers' families: rows, experts, rotary positions, latent attention, types of layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rnnlib.fields import PositiveNumber
+from rnnlib.fields import NaturalNumber, PositiveNumber
 from rnnlib.hub.config_equivalence import sized_mixer
 from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.mamba2 import MambaFormat, read_limits, read_mamba
+from rnnlib.hub.rows import attention_rows, swiglu_rows
 from rnnlib.hub.weight_layouts import TRANSPOSED, JoinedExperts, Stacked
 from rnnlib.hub.weight_mapping import Row, linear, row
 from rnnlib.layers.attention import AttentionConfig
-from rnnlib.layers.experts import Experts
+from rnnlib.layers.experts import Experts, RouterConfig
 from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig
@@ -31,16 +32,15 @@ MAMBA_ROWS = (
 MAMBA_BLOCK = (
     row("input_layernorm.weight", "mixer_norm.scale"),
     row("pre_ff_layernorm.weight", "feed_forward_norm.scale"),
-    *linear("feed_forward.gate_proj", "feed_forward.gate"),
-    *linear("feed_forward.up_proj", "feed_forward.up"),
-    *linear("feed_forward.down_proj", "feed_forward.down"),
+    *swiglu_rows("feed_forward"),
 )
 
-FEED_FORWARD = (
-    *linear("mlp.gate_proj", "feed_forward.gate"),
-    *linear("mlp.up_proj", "feed_forward.up"),
-    *linear("mlp.down_proj", "feed_forward.down"),
+NORMS = (
+    row("input_layernorm.weight", "mixer_norm.scale"),
+    row("post_attention_layernorm.weight", "feed_forward_norm.scale"),
 )
+
+FEED_FORWARD = swiglu_rows("mlp")
 
 # Files have either separate matrices for each expert, or two arrays with the matrices of all experts.
 EXPERTS = (
@@ -50,17 +50,12 @@ EXPERTS = (
     row("mlp.experts.*.down_proj.weight", "feed_forward.down", Stacked(TRANSPOSED)),
     row("mlp.experts.gate_up_proj", ("feed_forward.gate", "feed_forward.up"), JoinedExperts()),
     row("mlp.experts.down_proj", "feed_forward.down", TRANSPOSED),
-    *linear("mlp.shared_expert.gate_proj", "feed_forward.shared.gate"),
-    *linear("mlp.shared_expert.up_proj", "feed_forward.shared.up"),
-    *linear("mlp.shared_expert.down_proj", "feed_forward.shared.down"),
+    *swiglu_rows("mlp.shared_expert", "feed_forward.shared"),
     *linear("mlp.shared_expert_gate", "feed_forward.shared_gate"),
 )
 
 ATTENTION = (
-    *linear("self_attn.q_proj", "mixer.input_projection.query"),
-    *linear("self_attn.k_proj", "mixer.input_projection.key"),
-    *linear("self_attn.v_proj", "mixer.input_projection.value"),
-    *linear("self_attn.o_proj", "mixer.output"),
+    *attention_rows("self_attn"),
     row("self_attn.q_norm.weight", "mixer.query_norm.scale"),
     row("self_attn.k_norm.weight", "mixer.key_norm.scale"),
 )
@@ -110,12 +105,37 @@ def read_layer_types(
     layers = keys.size("num_hidden_layers")
     types = keys.take(name, list | None, None)
     types = [pattern[i % len(pattern)] for i in range(layers)] if types is None else types
+    return tuple(mixers[kind] for kind in checked_types(keys, name, types, mixers))
+
+
+def checked_types(keys: ConfigKeys, name: str, types: Sequence[Any], known: Collection[str]) -> list[str]:
+    """One type a layer, in today's words.
+
+    Raises:
+        ValueError: there are more or fewer than layers, or one is not `known`.
+    """
+    layers = keys.size("num_hidden_layers")
     if len(types) != layers:
         raise ValueError(f"{keys.where}: {name} has {len(types)} entries, expected num_hidden_layers = {layers}")
-    for kind in types:
-        if not isinstance(kind, str) or OLDER_LAYER_TYPES.get(kind, kind) not in mixers:
-            raise ValueError(f"{keys.where}: {name} has {kind!r}, expected {' or '.join(mixers)}")
-    return tuple(mixers[OLDER_LAYER_TYPES.get(kind, kind)] for kind in types)
+    found = [OLDER_LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    for given, kind in zip(types, found):
+        if not isinstance(kind, str) or kind not in known:
+            raise ValueError(f"{keys.where}: {name} has {given!r}, expected {' or '.join(known)}")
+    return found
+
+
+def read_feed_forward_types(keys: ConfigKeys, dense: int) -> list[str]:
+    """Of each layer "dense" or "sparse", which has experts, as Kimi Linear and Ling say it.
+
+    Args:
+        keys: the file's keys.
+        dense: the default number of dense layers, which are the first.
+    """
+    given = keys.take("mlp_layer_types", list | None, None)
+    first = keys.take("first_k_dense_replace", NaturalNumber, dense)
+    if given is None:
+        return ["dense" if i < first else "sparse" for i in range(keys.size("num_hidden_layers"))]
+    return checked_types(keys, "mlp_layer_types", given, ("dense", "sparse"))
 
 
 def write_layer_types(kinds: Sequence[Any]) -> list[str]:
@@ -191,9 +211,9 @@ def read_mamba_layers(keys: ConfigKeys, channels: int, origin: str, eps: float) 
     return read_mamba(keys, MAMBA_FORMAT, heads, channels // heads, eps=eps, limits=limits)
 
 
-def read_attention(keys: ConfigKeys, width: int, key_heads: int | None = None) -> Options:
-    """Options of the attention layers of a hybrid; `key_heads` is the default, which null is not."""
-    heads, biases = keys.size("num_attention_heads", 32), keys.flag("attention_bias", False)
+def read_attention(keys: ConfigKeys, width: int, *, heads: int = 32, key_heads: int | None = None) -> Options:
+    """Options of the attention layers of a hybrid; `heads` and `key_heads` are defaults, the latter not of null."""
+    heads, biases = keys.size("num_attention_heads", heads), keys.flag("attention_bias", False)
     if "head_dim" not in keys and width % heads:
         raise ValueError(f"{keys.where}: num_attention_heads is {heads}, expected a divisor of hidden_size = {width}")
     return {
@@ -260,8 +280,30 @@ def write_delta_heads(mixers: Sequence[RecurrentMixerConfig]) -> dict[str, Any]:
     }
 
 
+def read_experts(
+    keys: ConfigKeys, *, num_experts: int, width: int, groups: int, groups_kept: int, scale: float
+) -> Experts:
+    """Experts of Kimi Linear and Ling, whose keys have two names each; arguments are the defaults."""
+    width = keys.size("moe_intermediate_size", width)
+    router = RouterConfig(
+        "sigmoid",
+        renormalize=keys.flag(keys.named("moe_renormalize", "norm_topk_prob"), True),
+        correction_bias=True,
+        groups=keys.size(keys.named("num_expert_group", "n_group"), groups),
+        groups_kept=keys.size("topk_group", groups_kept),
+        scale=float(keys.take("routed_scaling_factor", PositiveNumber, scale)),
+    )
+    return Experts(
+        num_experts=keys.size(keys.named("num_experts", "num_local_experts"), num_experts),
+        experts_per_token=keys.size(keys.named("num_experts_per_token", "num_experts_per_tok"), 8),
+        width=width,
+        router=router,
+        shared_width=width * keys.size(keys.named("num_shared_experts", "n_shared_experts"), 1),
+    )
+
+
 def write_experts(part: Experts) -> dict[str, Any]:
-    """The keys of a config.json that say of experts what Kimi Linear and Ling say.
+    """The keys that `read_experts` reads.
 
     Raises:
         ValueError: the shared expert is no whole number of experts wide.

@@ -2,14 +2,17 @@
 
 from typing import Any
 
-from rnnlib.fields import NaturalNumber, PositiveNumber
 from rnnlib.hub.config_equivalence import sized_mixer
 from rnnlib.hub.config_reader import ConfigKeys
+from rnnlib.hub.rows import filter_rows, stream_rows, swiglu_rows
 from rnnlib.hub.transformers.common import (
     FEED_FORWARD,
-    OLDER_LAYER_TYPES,
+    NORMS,
     ROWS,
     Options,
+    checked_types,
+    read_experts,
+    read_feed_forward_types,
     read_latent_attention,
     read_model,
     write_experts,
@@ -17,8 +20,8 @@ from rnnlib.hub.transformers.common import (
     write_model,
 )
 from rnnlib.hub.weight_layouts import TRANSPOSED, Interleaved, Reshaped, Stacked
-from rnnlib.hub.weight_mapping import Family, filter_, linear, row
-from rnnlib.layers.experts import Experts, RouterConfig
+from rnnlib.hub.weight_mapping import Family, linear, row
+from rnnlib.layers.experts import Experts
 from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig
@@ -27,30 +30,21 @@ from rnnlib.models.config import ModelConfig
 _EPS = 1e-6
 
 _BLOCK = (
-    row("input_layernorm.weight", "mixer_norm.scale"),
-    row("post_attention_layernorm.weight", "feed_forward_norm.scale"),
+    *NORMS,
     # Dense layers: the names of the published files, then those that transformers writes.
     *FEED_FORWARD,
-    *linear("block_sparse_moe.gate_proj", "feed_forward.gate"),
-    *linear("block_sparse_moe.up_proj", "feed_forward.up"),
-    *linear("block_sparse_moe.down_proj", "feed_forward.down"),
+    *swiglu_rows("block_sparse_moe"),
     *linear("block_sparse_moe.gate", "feed_forward.router.projection"),
     row("block_sparse_moe.gate.e_score_correction_bias", "feed_forward.router.correction_bias"),
     row("block_sparse_moe.experts.*.w1.weight", "feed_forward.gate", Stacked(TRANSPOSED)),
     row("block_sparse_moe.experts.*.w3.weight", "feed_forward.up", Stacked(TRANSPOSED)),
     row("block_sparse_moe.experts.*.w2.weight", "feed_forward.down", Stacked(TRANSPOSED)),
-    *linear("block_sparse_moe.shared_experts.gate_proj", "feed_forward.shared.gate"),
-    *linear("block_sparse_moe.shared_experts.up_proj", "feed_forward.shared.up"),
-    *linear("block_sparse_moe.shared_experts.down_proj", "feed_forward.shared.down"),
+    *swiglu_rows("block_sparse_moe.shared_experts", "feed_forward.shared"),
 )
 
 _DELTA = (
-    *linear("self_attn.q_proj", "mixer.input_projection.query"),
-    *linear("self_attn.k_proj", "mixer.input_projection.key"),
-    *linear("self_attn.v_proj", "mixer.input_projection.value"),
-    *filter_("self_attn.q_conv1d", "mixer.query.convolution"),
-    *filter_("self_attn.k_conv1d", "mixer.key.convolution"),
-    *filter_("self_attn.v_conv1d", "mixer.value.convolution"),
+    *stream_rows("self_attn"),
+    *filter_rows("self_attn"),
     *linear("self_attn.f_a_proj", "mixer.input_projection.decay.down"),
     *linear("self_attn.f_b_proj", "mixer.input_projection.decay.up"),
     row("self_attn.A_log", "mixer.decay.A_log", Reshaped((1, 1, -1, 1))),
@@ -79,7 +73,6 @@ _LATENT = (
 )
 
 _LAYER_TYPES = {"linear_attention": "kda", "full_attention": "latent_attention"}
-_FEED_FORWARD_TYPES = ("dense", "sparse")
 
 # Keys of rotary positions, which the model does not use; sizes that follow from others; losses in training.
 _WITHOUT_EFFECT = (
@@ -114,7 +107,8 @@ def _read(keys: ConfigKeys) -> ModelConfig:
         "output_projection.gate_bias": False,
         "output_projection.eps": model["norm_eps"],
     }
-    dense = [kind == "dense" for kind in _feed_forward_types(keys, layers)]
+    keys.only("moe_layer_freq", 1)
+    dense = [kind == "dense" for kind in read_feed_forward_types(keys, 1)]
     experts: Any = "dense" if all(dense) else _read_experts(keys)
     if all(dense):
         keys.ignore(*_EXPERT_KEYS)
@@ -143,27 +137,7 @@ def _layer_types(keys: ConfigKeys, published: ConfigKeys, layers: int) -> list[s
         return ["linear_attention" if layer in delta else "full_attention" for layer in range(1, layers + 1)]
     if given is None:
         return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(layers)]
-    given = [OLDER_LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in given]
-    return _checked(keys, "layer_types", given, tuple(_LAYER_TYPES), layers)
-
-
-def _feed_forward_types(keys: ConfigKeys, layers: int) -> list[str]:
-    """The type of each layer's feed-forward, from `mlp_layer_types` or from the number of dense layers at the start."""
-    given = keys.take("mlp_layer_types", list | None, None)
-    first = keys.take("first_k_dense_replace", NaturalNumber, 1)
-    keys.only("moe_layer_freq", 1)
-    if given is None:
-        return ["dense" if i < first else "sparse" for i in range(layers)]
-    return _checked(keys, "mlp_layer_types", given, _FEED_FORWARD_TYPES, layers)
-
-
-def _checked(keys: ConfigKeys, name: str, given: list[Any], kinds: tuple[str, ...], layers: int) -> list[str]:
-    if len(given) != layers:
-        raise ValueError(f"{keys.where}: {name} has {len(given)} entries, expected num_hidden_layers = {layers}")
-    for kind in given:
-        if kind not in kinds:
-            raise ValueError(f"{keys.where}: {name} has {kind!r}, expected {' or '.join(kinds)}")
-    return given
+    return checked_types(keys, "layer_types", given, _LAYER_TYPES)
 
 
 def _read_attention(keys: ConfigKeys) -> Options:
@@ -199,22 +173,7 @@ def _read_experts(keys: ConfigKeys) -> Experts:
     groups = keys.size(keys.named("num_expert_group", "n_group"), 1)
     # With one group, choosing experts with groups and without gives the same result.
     keys.only("use_grouped_topk", True, *([False] if groups == 1 else []))
-    width = keys.size("moe_intermediate_size", 1024)
-    router = RouterConfig(
-        "sigmoid",
-        renormalize=keys.flag(keys.named("moe_renormalize", "norm_topk_prob"), True),
-        correction_bias=True,
-        groups=groups,
-        groups_kept=keys.size("topk_group", 1),
-        scale=float(keys.take("routed_scaling_factor", PositiveNumber, 2.446)),
-    )
-    return Experts(
-        num_experts=keys.size(keys.named("num_experts", "num_local_experts"), 256),
-        experts_per_token=keys.size(keys.named("num_experts_per_token", "num_experts_per_tok"), 8),
-        width=width,
-        router=router,
-        shared_width=width * keys.size(keys.named("num_shared_experts", "n_shared_experts"), 1),
-    )
+    return read_experts(keys, num_experts=256, width=1024, groups=1, groups_kept=1, scale=2.446)
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:

@@ -6,12 +6,14 @@ from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.transformers.common import (
     ATTENTION,
     EXPERTS,
+    NORMS,
     ROWS,
     mixers_by_kind,
     read_delta_heads,
     read_layer_types,
     read_model,
     read_rotary,
+    write_attention,
     write_delta_heads,
     write_model,
 )
@@ -34,8 +36,7 @@ _COLUMNS = ("query", "key", "value", "output_gate", "write_gate", "decay")
 _KERNELS = tuple(f"mixer.input_projection.{name}.kernel" for name in _COLUMNS)
 
 _BLOCK = (
-    row("input_layernorm.weight", "mixer_norm.scale"),
-    row("post_attention_layernorm.weight", "feed_forward_norm.scale"),
+    *NORMS,
     *EXPERTS,
 )
 
@@ -121,12 +122,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "shared_expert_intermediate_size": experts[0].shared_width or 1,
     }
     for layer in attention[:1]:
-        values |= {
-            "num_attention_heads": layer.num_heads,
-            "num_key_value_heads": layer.key_heads,
-            "head_dim": layer.head_dim,
-            "attention_bias": layer.use_bias,
-        }
+        values |= write_attention(layer)
     for layer in sliding[:1]:
         values["sliding_window"] = layer.window
         values["rope_parameters"] = {"rope_type": "default", "rope_theta": layer.rope_base}

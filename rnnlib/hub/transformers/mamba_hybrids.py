@@ -10,6 +10,7 @@ from rnnlib.hub.transformers.common import (
     MAMBA_BLOCK,
     MAMBA_FORMAT,
     MAMBA_ROWS,
+    NORMS,
     ROWS,
     Options,
     mixers_by_kind,
@@ -193,8 +194,7 @@ GRANITE = Family(
     write=_write_granite,
     rows=ROWS,
     layer_rows=(
-        row("input_layernorm.weight", "mixer_norm.scale"),
-        row("post_attention_layernorm.weight", "feed_forward_norm.scale"),
+        *NORMS,
         # The feed-forward of all tokens: beside experts, or alone.
         *(
             entry

@@ -6,6 +6,7 @@ from typing import Any
 from rnnlib.fields import PositiveNumber
 from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.mamba2 import MAMBA_KEYS, MambaFormat, mamba_rows, read_mamba, write_mamba, written_limits
+from rnnlib.hub.rows import attention_rows
 from rnnlib.hub.transformers.common import Options, mixers_by_kind
 from rnnlib.hub.weight_layouts import TRANSPOSED, Stacked
 from rnnlib.hub.weight_mapping import Family, linear, row
@@ -211,10 +212,7 @@ NEMOTRON_H = Family(
         row("norm.weight", "mixer_norm.scale"),
         row("norm.weight", "feed_forward_norm.scale"),
         *mamba_rows("mixer"),
-        *linear("mixer.q_proj", "mixer.input_projection.query"),
-        *linear("mixer.k_proj", "mixer.input_projection.key"),
-        *linear("mixer.v_proj", "mixer.input_projection.value"),
-        *linear("mixer.o_proj", "mixer.output"),
+        *attention_rows("mixer"),
         *linear("mixer.up_proj", "feed_forward.up"),
         *linear("mixer.down_proj", "feed_forward.down"),
         row("mixer.gate.weight", "feed_forward.router.projection.kernel", TRANSPOSED),

@@ -3,11 +3,14 @@
 from typing import Any
 
 from rnnlib.hub.config_reader import ConfigKeys
+from rnnlib.hub.rows import filter_rows, stream_rows
 from rnnlib.hub.transformers.common import (
+    ATTENTION,
     FEED_FORWARD,
     LAYER_TYPES,
     ROWS,
     mixers_by_kind,
+    read_attention,
     read_delta_heads,
     read_layer_types,
     read_model,
@@ -17,7 +20,7 @@ from rnnlib.hub.transformers.common import (
     write_model,
 )
 from rnnlib.hub.weight_layouts import FILTER, EqualParts
-from rnnlib.hub.weight_mapping import Family, Row, filter_, linear, row
+from rnnlib.hub.weight_mapping import Family, Row, linear, row
 from rnnlib.models.block import Block
 from rnnlib.models.config import ModelConfig
 
@@ -33,24 +36,15 @@ _ATTENTION = (
     row("feedforward_layer_norm.weight", "mixer_norm.scale"),
     row("post_feedforward_layernorm.weight", "feed_forward_norm.scale"),
     *FEED_FORWARD,
-    *linear("self_attn.q_proj", "mixer.input_projection.query"),
-    *linear("self_attn.k_proj", "mixer.input_projection.key"),
-    *linear("self_attn.v_proj", "mixer.input_projection.value"),
-    *linear("self_attn.o_proj", "mixer.output"),
-    row("self_attn.q_norm.weight", "mixer.query_norm.scale"),
-    row("self_attn.k_norm.weight", "mixer.key_norm.scale"),
+    *ATTENTION,
 )
 
 _DELTA = (
     row("attention_layer_norm.weight", "mixer_norm.scale"),
     row("feedforward_layer_norm.weight", "feed_forward_norm.scale"),
     *FEED_FORWARD,
-    *linear("linear_attn.q_proj", "mixer.input_projection.query"),
-    *linear("linear_attn.k_proj", "mixer.input_projection.key"),
-    *linear("linear_attn.v_proj", "mixer.input_projection.value"),
-    *filter_("linear_attn.q_conv1d", "mixer.query.convolution"),
-    *filter_("linear_attn.k_conv1d", "mixer.key.convolution"),
-    *filter_("linear_attn.v_conv1d", "mixer.value.convolution"),
+    *stream_rows("linear_attn"),
+    *filter_rows("linear_attn"),
     row(
         _FILTERS,
         tuple(f"mixer.{stream}.convolution.kernel" for stream in ("query", "key", "value")),
@@ -75,21 +69,9 @@ def _read(keys: ConfigKeys) -> ModelConfig:
     keys.ignore("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
     model = read_model(keys)
     width = model["width"]
-    heads = keys.size("num_attention_heads")
-    if "head_dim" not in keys and width % heads:
-        raise ValueError(f"{keys.where}: num_attention_heads is {heads}, expected a divisor of hidden_size = {width}")
     base, _ = read_rotary(keys)
-    biases = keys.flag("attention_bias", False)
-    attention = {
-        "num_heads": heads,
-        "key_heads": keys.size("num_key_value_heads", heads),
-        "head_dim": keys.size("head_dim", width // heads),
-        "rope_base": base,
-        "qk_norm": "all",
-        "eps": model["norm_eps"],
-        "use_bias": biases,
-        "output_bias": biases,
-    }
+    attention = read_attention(keys, width, heads=30) | {"rope_base": base, "qk_norm": "all", "eps": model["norm_eps"]}
+    heads = attention["num_heads"]
     key_size = int(0.75 * width / keys.size("linear_num_key_heads", heads))
     defaults = {
         "linear_num_key_heads": heads,
@@ -147,6 +129,5 @@ OLMO_HYBRID = Family(
         "hidden_size": 3840,
         "intermediate_size": 11008,
         "num_hidden_layers": 32,
-        "num_attention_heads": 30,
     },
 )

@@ -12,12 +12,14 @@ from rnnlib.hub.transformers.common import (
     EXPERTS,
     FEED_FORWARD,
     LAYER_TYPES,
+    NORMS,
     ROWS,
     mixers_by_kind,
     read_delta_heads,
     read_layer_types,
     read_model,
     read_rotary,
+    write_attention,
     write_delta_heads,
     write_layer_types,
     write_model,
@@ -29,8 +31,7 @@ from rnnlib.layers.feed_forward import FeedForwardConfig
 from rnnlib.models.config import ModelConfig
 
 _BLOCK = (
-    row("input_layernorm.weight", "mixer_norm.scale"),
-    row("post_attention_layernorm.weight", "feed_forward_norm.scale"),
+    *NORMS,
     *FEED_FORWARD,
     *EXPERTS,
 )
@@ -172,17 +173,8 @@ def _write(config: ModelConfig, model_type: str) -> dict[str, Any]:
     if attention:
         layer = attention[0]
         size, turned = layer.head_dim or 0, layer.rope_channels or 0
-        values |= {
-            "num_attention_heads": layer.num_heads,
-            "num_key_value_heads": layer.key_heads,
-            "head_dim": size,
-            "attention_bias": layer.use_bias,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": layer.rope_base,
-                "partial_rotary_factor": expansion(turned, size),
-            },
-        }
+        values |= write_attention(layer)
+        values["rope_parameters"] |= {"rope_theta": layer.rope_base, "partial_rotary_factor": expansion(turned, size)}
     return values
 
 

@@ -16,6 +16,7 @@ from rnnlib.hub.mamba2 import (
     write_mamba,
     written_limits,
 )
+from rnnlib.hub.rows import attention_rows
 from rnnlib.hub.transformers.common import MAMBA_ROWS, inner_mixer_rows, read_rotary, write_model
 from rnnlib.hub.weight_layouts import SAME, TRANSPOSED, Joined
 from rnnlib.hub.weight_mapping import Family, Row, linear, row
@@ -196,10 +197,7 @@ _HYBRID_ROWS = (
     *linear("linear", "mixer.projection"),
     row("shared_transformer.input_layernorm.weight", f"{_SHARED}.norm.scale"),
     row("shared_transformer.pre_ff_layernorm.weight", f"{_SHARED}.feed_forward_norm.scale"),
-    *linear("shared_transformer.self_attn.q_proj", f"{_SHARED}.attention.input_projection.query"),
-    *linear("shared_transformer.self_attn.k_proj", f"{_SHARED}.attention.input_projection.key"),
-    *linear("shared_transformer.self_attn.v_proj", f"{_SHARED}.attention.input_projection.value"),
-    *linear("shared_transformer.self_attn.o_proj", f"{_SHARED}.attention.output"),
+    *attention_rows("shared_transformer.self_attn", f"{_SHARED}.attention"),
     row(
         "shared_transformer.feed_forward.gate_up_proj.weight",
         tuple(f"{path}.kernel" for path in _GATE_AND_UP),
