@@ -48,7 +48,9 @@ def row_name(mixer: Mixer, arm: str) -> str:
 def missing(plan: CurveStudy, tables: Sequence[pathlib.Path], arms: Sequence[str]) -> list[tuple[Mixer, str]]:
     """Runs that none of the tables has, all of a model before the next."""
     done = {row["id"] for path in tables for row in read_table(path)}
-    return [(mixer, arm) for mixer in plan.mixers for arm in arms if row_name(mixer, arm) not in done]
+    return [
+        (mixer, arm) for mixer in plan.mixers for arm in arms if arm in plan.arms and row_name(mixer, arm) not in done
+    ]
 
 
 def jobs(name: str, setting: str, outputs: Sequence[pathlib.Path]) -> list[Job]:

@@ -10,14 +10,21 @@ import optax
 from flax import nnx
 
 from experiments.beside_fla.material import Material
-from experiments.beside_fla.study import FLOAT32, REORDERED
+from experiments.beside_fla.study import FLOAT32, ORDERS, REORDERED
 from rnnlib.hub import load_pretrained
+
+
+def row_order(arm: str, count: int) -> np.ndarray:
+    """The places of a batch's rows in a run: as they are, turned around, or shuffled by the order's number."""
+    if arm in ORDERS:
+        return np.random.default_rng(1 + ORDERS.index(arm)).permutation(count)
+    return np.arange(count)[:: -1 if arm == REORDERED else 1]
 
 
 def train(material: Material, arm: str) -> dict[str, Any]:
     """Losses (nats) and gradient norms before clipping of each step, and the trained model's held-out loss.
 
-    With rows reordered, each batch's rows are turned around, which changes sums over them by their rounding alone.
+    With rows in another order (`row_order`) the sums over a batch's rows change by their rounding alone.
     """
     pretrained = load_pretrained(
         material.weights, dtype="float32" if arm == FLOAT32 else "bfloat16", param_dtype="float32"
@@ -41,7 +48,8 @@ def train(material: Material, arm: str) -> dict[str, Any]:
     begin = time.monotonic()
     losses, norms = [], []
     with jax.default_matmul_precision("highest" if arm == FLOAT32 else "default"):
-        for rows in np.load(material.rows)[:, :: -1 if arm == REORDERED else 1]:
+        every = np.load(material.rows)
+        for rows in every[:, row_order(arm, every.shape[1])]:
             params, state, loss, norm = step(params, state, rows)
             losses.append(loss)
             norms.append(norm)

@@ -2,10 +2,11 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 
 import numpy as np
 
-from experiments.beside_fla.study import FLOAT32, OURS, REORDERED, THEIRS, CurveStudy
+from experiments.beside_fla.study import FLOAT32, ORDERS, OURS, REORDERED, THEIRS, CurveStudy
 from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.tables import Row, read_table
@@ -13,7 +14,10 @@ from experiments.harness.verdicts import Verdict
 
 REFUTED_BY = 0.15
 """Share of windows outside the band that refutes the hypothesis: three of twenty."""
-COLORS = {OURS: "#0072b2", REORDERED: "#56b4e9", FLOAT32: "#009e73", THEIRS: "#d55e00"}
+COLORS = dict.fromkeys(ORDERS, "#56b4e9")
+COLORS |= {OURS: "#0072b2", REORDERED: "#56b4e9", FLOAT32: "#009e73", THEIRS: "#d55e00"}
+SHOWN = (OURS, REORDERED, *ORDERS, FLOAT32, THEIRS)
+"""Runs as tables and pictures have them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +46,19 @@ def compare(run: Row, ours: Row, window: int) -> Comparison:
     return Comparison(windows(losses), windows(norms / ours["gradient_norms"]), run["held_out"] - ours["held_out"])
 
 
+def band(found: Mapping[str, Comparison]) -> tuple[Comparison, int] | None:
+    """What all runs of ours with rows in another order differ by, as one, and how many they are; None without any."""
+    noise = [found[arm] for arm in (REORDERED, *ORDERS) if arm in found]
+    if not noise:
+        return None
+    losses, norms = (np.concatenate([getattr(one, name) for one in noise]) for name in ("losses", "norms"))
+    return Comparison(losses, norms, max(abs(one.held_out) for one in noise)), len(noise)
+
+
 def outside(theirs: Comparison, noise: Comparison) -> tuple[int, int, int]:
     """How many windows of losses, of norms, and whether the held-out loss are outside the band of a reordered run.
 
-    The band reaches to the largest difference of the reordered run's windows, to either side; the held-out loss has
+    The band reaches to the largest difference of the reordered runs' windows, to either side; the held-out loss has
     that of the losses.
     """
     losses, norms = np.abs(noise.losses).max(), np.abs(noise.norms).max()
@@ -53,11 +66,12 @@ def outside(theirs: Comparison, noise: Comparison) -> tuple[int, int, int]:
     return int(np.sum(np.abs(theirs.losses) > losses)), int(np.sum(np.abs(theirs.norms) > norms)), int(held_out)
 
 
-def told_outside(theirs: Comparison, noise: Comparison) -> str:
-    """What `outside` gives, in words."""
+def told_outside(theirs: Comparison, noise: Comparison, orders: int) -> str:
+    """What `outside` gives, in words; the chance is that of one more run of ours in another order."""
     losses, norms, held_out = outside(theirs, noise)
     count = len(theirs.losses)
-    return f"outside the band: {losses} and {norms} of {count} windows, held out {'yes' if held_out else 'no'}"
+    where = f"{losses} and {norms} of {count} windows, held out {'yes' if held_out else 'no'}"
+    return f"outside the band of {orders} order{'s' if orders > 1 else ''}, by chance 1 in {orders + 1}: {where}"
 
 
 def verdict(theirs: Comparison, noise: Comparison) -> Verdict:
@@ -70,7 +84,7 @@ def verdict(theirs: Comparison, noise: Comparison) -> Verdict:
 
 def runs_of(mixer: str, rows: dict[tuple[str, str], Row]) -> dict[str, Row]:
     """A model's runs by arm, of those that read the same files as ours; none without ours."""
-    runs = {arm: rows[mixer, arm] for arm in (OURS, REORDERED, FLOAT32, THEIRS) if (mixer, arm) in rows}
+    runs = {arm: rows[mixer, arm] for arm in SHOWN if (mixer, arm) in rows}
     read = runs[OURS].get("material") if OURS in runs else None
     return {arm: run for arm, run in runs.items() if OURS in runs and run.get("material") == read}
 
@@ -109,10 +123,9 @@ def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
 
 
 def _judged(arm: str, found: dict[str, Comparison]) -> str:
-    if arm != THEIRS or REORDERED not in found:
+    if arm != THEIRS or (noise := band(found)) is None:
         return ""
-    pair = found[THEIRS], found[REORDERED]
-    return f"{verdict(*pair).value} ({told_outside(*pair)})"
+    return f"{verdict(found[THEIRS], noise[0]).value} ({told_outside(found[THEIRS], *noise)})"
 
 
 def figure(plan: CurveStudy, rows: dict[tuple[str, str], Row], path: pathlib.Path) -> None:
@@ -129,15 +142,16 @@ def figure(plan: CurveStudy, rows: dict[tuple[str, str], Row], path: pathlib.Pat
             color = COLORS[arm]
             line = "--" if arm == THEIRS else "-"
             steps = np.arange(1, len(run["losses"]) + 1)
-            top.plot(steps, run["losses"], line, color=color, linewidth=0.9, label=arm)
-            middle.plot(steps, run["gradient_norms"], line, color=color, linewidth=0.9)
+            if arm not in ORDERS:
+                top.plot(steps, run["losses"], line, color=color, linewidth=0.9, label=arm)
+                middle.plot(steps, run["gradient_norms"], line, color=color, linewidth=0.9)
             if arm != OURS:
                 found = compare(run, ours, plan.window).losses
                 places = plan.window * (np.arange(len(found)) + 0.5)
                 bottom.plot(places, found, line, marker="o", markersize=4, color=color)
-                if arm == REORDERED:
-                    band = np.abs(found).max()
-                    bottom.axhspan(-band, band, color="0.9", zorder=0)
+        if noise := band({arm: compare(run, ours, plan.window) for arm, run in runs.items() if arm != OURS}):
+            most = np.abs(noise[0].losses).max()
+            bottom.axhspan(-most, most, color="0.9", zorder=0)
         top.set(title=mixer, ylim=(0.9 * min(ours["losses"]), None))
         middle.set_yscale("log")
         bottom.set_xlabel("step")

@@ -4,9 +4,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from experiments.beside_fla.report import compare, runs_of, told_outside, verdict
+from experiments.beside_fla.report import band, compare, runs_of, told_outside, verdict
 from experiments.beside_fla.study import MIXERS as CURVE_MIXERS
-from experiments.beside_fla.study import OURS, REORDERED, SETTINGS, THEIRS
+from experiments.beside_fla.study import OURS, SETTINGS, THEIRS
 from experiments.beside_fla.study import study as curve_study
 from experiments.claims.evidence import LOSS, SHARE, Measure, between, solved, solved_at_all_rates
 from experiments.decoding import report as decoding
@@ -240,10 +240,9 @@ def _curve(mixer: str) -> Callable[[], Answer]:
         for name in SETTINGS[:0:-1]:
             rows = {(row["mixer"], row["arm"]): row for row in read_table(table_path("beside_fla", name))}
             runs = runs_of(mixer, rows)
-            if {THEIRS, REORDERED} <= set(runs):
-                plan = curve_study(name)
-                theirs, noise = (compare(runs[arm], runs[OURS], plan.window) for arm in (THEIRS, REORDERED))
-                return f"{name}: {told_outside(theirs, noise)}", verdict(theirs, noise)
+            found = {arm: compare(run, runs[OURS], curve_study(name).window) for arm, run in runs.items()}
+            if THEIRS in runs and (noise := band(found)) is not None:
+                return f"{name}: {told_outside(found[THEIRS], *noise)}", verdict(found[THEIRS], noise[0])
         return NOT_RUN, Verdict.UNDECIDED
 
     return answer

@@ -8,8 +8,8 @@ import pytest
 from experiments.beside_fla import ours
 from experiments.beside_fla.command import jobs, main
 from experiments.beside_fla.material import prepare
-from experiments.beside_fla.report import compare, outside, runs_of, verdict
-from experiments.beside_fla.study import ARMS, FLOAT32, OURS, REORDERED, THEIRS, study
+from experiments.beside_fla.report import band, compare, outside, runs_of, told_outside, verdict
+from experiments.beside_fla.study import ARMS, FLOAT32, ORDERS, OURS, REORDERED, THEIRS, study
 from experiments.harness.verdicts import Verdict
 from rnnlib.hub import load_pretrained
 
@@ -30,6 +30,24 @@ def test_a_run_agrees_inside_the_band_of_a_reordered_one():
     assert verdict(compare(row(np.full(40, 1.0), 1.02), first, 10), noise) is Verdict.DISAGREES, "held out"
     many = compare(row(np.r_[np.full(39, 1.0), 1.03], 1.0), first, 1)
     assert verdict(many, compare(row(np.full(40, 1.01), 1.0), first, 1)) is Verdict.UNDECIDED, "one of forty"
+
+
+def test_the_band_is_the_widest_of_all_orders():
+    first, wide, narrow = (row(np.full(40, value), value) for value in (1.0, 1.02, 0.995))
+    found = {arm: compare(run, first, 10) for arm, run in ((REORDERED, narrow), (ORDERS[2], wide))}
+    noise, count = band(found)
+    assert count == 2 and band({THEIRS: found[REORDERED]}) is None
+    theirs = compare(row(np.full(40, 1.015), 1.015), first, 10)
+    assert verdict(theirs, noise) is Verdict.AGREES
+    assert verdict(theirs, band({REORDERED: found[REORDERED]})[0]) is Verdict.DISAGREES
+    told = "outside the band of 2 orders, by chance 1 in 3: 0 and 0 of 4 windows, held out no"
+    assert told_outside(theirs, noise, count) == told
+
+
+def test_orders_are_permutations_of_the_rows():
+    found = {tuple(ours.row_order(arm, 16)) for arm in (OURS, REORDERED, *ORDERS)}
+    assert len(found) == 2 + len(ORDERS) and all(sorted(order) == list(range(16)) for order in found)
+    assert tuple(ours.row_order(REORDERED, 3)) == (2, 1, 0)
 
 
 def test_runs_that_read_other_files_are_not_compared():
@@ -64,7 +82,11 @@ def test_runs_start_from_the_same_files(tmp_path):
 
 def test_what_is_left_is_asked_for_by_the_run(tmp_path, capsys):
     found = jobs("beside_fla", "short", [tmp_path])
-    assert len(found) == 3 * len(ARMS) and found[1].name == f"DeltaNet, {THEIRS}"
+    assert (
+        len(found) == 3 * len(ARMS)
+        and study("small").arms == ARMS[: -len(ORDERS)]
+        and found[1].name == f"DeltaNet, {THEIRS}"
+    )
     assert found[3].arguments[-1] == FLOAT32
     with pytest.raises(SystemExit):
         main(["--arms", "nobody", "--report-only"])
