@@ -14,6 +14,9 @@ annotations.install(["rnnlib", "pallas_kernels"])
 import jax  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests import interpreting  # noqa: E402
+
+interpreting.install()
 CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache"
 
 
