@@ -154,8 +154,9 @@ def mosaic_config(
     back = MosaicConfig(1 if has_two_keys and has_values else groups, num_stages=2)
     # Maps have twice as many programs.
     maps = MosaicConfig(num_compute_warpgroups=2, num_stages=2)
-    # Where bytes are the bound, one more warpgroup finds the scores from what the output loads anyway.
-    finds_scores = not (is_spread or has_two_keys or has_channel_write)
+    # Where bytes are the bound, one more warpgroup finds the scores from what the output loads anyway. Splits, which
+    # have short loops, were not timed so.
+    finds_scores = not (is_spread or has_two_keys or has_channel_write or config.num_splits > 1)
     output = dataclasses.replace(ahead, scores_in_output=finds_scores)
     stages = {"maps": maps, "output": output, "states": ahead, "offsets": back, "reverse": back}
     if has_two_keys and has_channel_write and not is_spread:

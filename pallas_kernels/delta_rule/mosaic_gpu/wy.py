@@ -104,7 +104,8 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
         slot = scheduler.wait(m)
         written = (tiles.k if r.write_key is None else tiles.write_key).at[slot]
 
-        def body(erased, *scores):
+        def body(*sums):
+            *scores, erased = sums
             for x in scores:
                 multiply(x, tiles.q.at[slot], written.T)
             multiply(erased, tiles.k.at[slot], written.T)

@@ -302,6 +302,7 @@ def test_a_program_has_more_channels_where_heads_fill_the_card():
     # Both stages agree on where the queries' scores are found.
     assert many.output.mosaic == MosaicConfig(2, 2, scores_in_output=True)
     assert many.prepare.mosaic == MosaicConfig(3, num_stages=1, scores_in_output=True)
+    assert mosaic_config(DeltaRuleConfig(num_splits=2), 256, 132).output.mosaic == MosaicConfig(2, 2)
     # Its tiles of two blocks of values would take more shared memory than there is.
     assert mosaic_config(DeltaRuleConfig(), 256, 132, has_channel_decay=True).reverse.mosaic == MosaicConfig(1, 2)
     # Without the values there is room.
