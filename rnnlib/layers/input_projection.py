@@ -80,11 +80,12 @@ def columns_of(*parts: Any) -> dict[str, Any]:
 
 
 def shared_columns(first: Sequence[str], maps: Mapping[str, Any]) -> list[str]:
-    """Columns that share a kernel: the `first` ones, whose order counts, and all narrow ones; none without `first`.
+    """Columns that share a matmul: the `first` ones, whose order counts, and all narrow ones.
 
-    A bias is added to a column of its own.
+    A bias is added to a column of its own. Several narrow columns share one without `first` too: the gradients of their
+    input, as wide as the input each, then are one and not a sum.
     """
-    if not first or any(maps[name].bias is not None for name in first):
+    if any(maps[name].bias is not None for name in first):
         return []
     rest = [name for name in maps if name not in first]
     inner = {name: maps[name].down if isinstance(maps[name], LowRank) else maps[name] for name in rest}
@@ -107,18 +108,27 @@ class InputProjection(nnx.Module):
     Attributes:
         shape: the mixer's sizes.
         names: of all columns.
-        shared: names of the columns that share a kernel, in its order. `name.down` is the first map of a low rank.
+        shared: names of the columns that share a matmul, in its order. `name.down` is the first map of a low rank.
         kernel: of the columns that are not separate; None without any.
         dot_general: what multiplies by the kernel, as that of `nnx.Linear`.
     """
 
-    def __init__(self, shape: MixerShape, maps: Mapping[str, nnx.Linear | LowRank], *, shared: Sequence[str] = ()):
+    def __init__(
+        self,
+        shape: MixerShape,
+        maps: Mapping[str, nnx.Linear | LowRank],
+        *,
+        shared: Sequence[str] = (),
+        stores_shared: bool = True,
+    ):
         """Takes maps over.
 
         Args:
             shape: the mixer's sizes.
             maps: of the input, by the names of their columns.
-            shared: names of those that share a kernel, in the order of their columns.
+            shared: names of those that share a matmul, in the order of their columns.
+            stores_shared: whether they share a kernel too. If not, their kernels are put together in each call for
+                which that is faster.
         """
         self.shape = shape
         self.names = tuple(maps)
@@ -127,7 +137,7 @@ class InputProjection(nnx.Module):
         self.shared = tuple(f"{name}.down" if isinstance(maps[name], LowRank) else name for name in shared)
         self.kernel: nnx.Param | None = nnx.data(None)
         self.dot_general: Any = linear_product
-        if shape.tp_size == 1:  # a device's part of a shared kernel would be no set of heads
+        if stores_shared and shape.tp_size == 1:  # a device's part of a shared kernel would be no set of heads
             self.fuse()
 
     def fuse(self) -> None:
@@ -212,7 +222,7 @@ class InputProjection(nnx.Module):
             return self.kernel[...], self.columns
         maps = {key: self._map(key) for key in self.shared}
         is_faster = platform() == "gpu" and x.dtype == self.shape.dtype == jnp.bfloat16
-        if not maps or not is_faster or not can_join(x, list(maps.values())):
+        if len(maps) < 2 or not is_faster or not can_join(x, list(maps.values())):
             return None, ()
         return _side_by_side({key: own.kernel[...] for key, own in maps.items()})
 

@@ -267,7 +267,10 @@ class RecurrentMixer(MixerWithOutput):
         self.output_projection = config.output_projection.build(shape, rngs=rngs)
         streams = (self.query, self.key, self.value)
         maps = columns_of(*streams, self.decay, self.gain, self.keys, self.solve, self.output_projection)
-        self.input_projection = InputProjection(shape, maps, shared=shared_columns(columns_in_place(streams), maps))
+        in_place = columns_in_place(streams)
+        self.input_projection = InputProjection(
+            shape, maps, shared=shared_columns(in_place, maps), stores_shared=bool(in_place)
+        )
 
     @property
     def output(self) -> nnx.Module | None:
