@@ -16,6 +16,7 @@ results (Gated KalmaNet, table 1 and equations 6 to 10).
 | `gram_states` | `ridge_increments` | k | what each chunk adds to the Gram matrix | chunk |
 | | `ridge_scan` | what chunks add | `H_0` of each chunk, its squared norm | rows of H, heads, rows |
 | `iterations` | `ridge_chebyshev` and others | q, k, `H_0`, ridge | x and the norm of each `H_t` | chunk |
+| | `ridge_conjugate_gradient_mild` | the same | the same, of chunks in float16; which these are | chunk |
 | backward: `iterations` | the same | dx, k, `H_0`, norms | g = dq | chunk |
 | `bwd_dh` | `ridge_start_gradients` | x, g, k, `H_0` | what each chunk adds to H's gradient, d ridge | chunk |
 | `gram_states` | `ridge_reverse_scan` | what chunks add | H's gradient after each chunk | rows of H, heads, rows |

@@ -13,7 +13,13 @@ from pallas_kernels.common.triton.decay_rows import Rows, decay_rows
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 
 METHODS = ("chebyshev", "conjugate_gradient", "gradient_descent", "nesterov")
-PRECISIONS = ("bfloat16", "split", "tf32", "float32")
+PRECISIONS = ("bfloat16", "split", "tf32", "float32", "mixed")
+
+MOST_CONDITION = 256.0
+"""Condition number up to which a chunk's systems are solved with products in float16 where precision is mixed."""
+LEAST_RIDGE, MOST_NORM = 2.0**-6, 2.0**12
+"""Other bounds of these chunks. Below the least ridge, what float16 loses of elements that are small for it would show
+beside the ridge. Matrices of larger norms could be too large for it."""
 
 
 class RidgeInputs(NamedTuple):
@@ -45,7 +51,8 @@ class Method:
         iterations: their number.
         adaptive: whether the ridge is relative to the Gram matrix's Frobenius norm.
         epsilon: added to both divisors of conjugate gradients.
-        precision: of the products, one of `PRECISIONS`.
+        precision: of the products, one of `PRECISIONS` but for mixed.
+        mixed: whether well-conditioned chunks are solved with products in float16; then `precision` is split.
     """
 
     name: str = "chebyshev"
@@ -53,11 +60,12 @@ class Method:
     adaptive: bool = True
     epsilon: float = 0.0
     precision: str = "bfloat16"
+    mixed: bool = False
 
     @property
     def needs_norm(self) -> bool:
         """Whether the Gram matrix's norm is the ridge's unit or bounds the eigenvalues."""
-        return self.adaptive or self.name != "conjugate_gradient"
+        return self.adaptive or self.mixed or self.name != "conjugate_gradient"
 
     @property
     def parts(self) -> int:
@@ -79,6 +87,7 @@ class RidgeConfig:
         scan: Gram matrices at the chunks' starts; `block` is a number of rows, `inner` the number of chunks whose loads
             are begun together.
         solve: the iterations.
+        solve_mild: those with products in float16, of well-conditioned chunks.
         start_gradients: what each chunk adds to the gradient of the Gram matrix; `block` is a block of key channels.
         reverse_scan: that gradient; likewise.
         boundary_gradients: gradients of keys and decay through the chunks' ends; `block` is a block of key channels.
@@ -90,6 +99,7 @@ class RidgeConfig:
     increments: KernelConfig = KernelConfig(num_warps=8, num_stages=1)
     scan: KernelConfig = KernelConfig(num_warps=4, num_stages=1, block=8, inner=8)
     solve: KernelConfig = KernelConfig(num_warps=4, num_stages=1)
+    solve_mild: KernelConfig = KernelConfig(num_warps=4, num_stages=1)
     start_gradients: KernelConfig = KernelConfig(num_warps=8, num_stages=1, block=64)
     reverse_scan: KernelConfig = KernelConfig(num_warps=4, num_stages=1, block=8, inner=8)
     boundary_gradients: KernelConfig = KernelConfig(num_warps=4, num_stages=2, block=64)

@@ -104,8 +104,9 @@ class ModelConfig:
         remat: recompute each block in the backward pass (gradient checkpointing). With `"auto"` `rnnlib.training`
             chooses this and `remat_keeps` by what fits into a device's memory: nothing recomputed, then what
             `"products"` keeps, then `"input"`. Elsewhere, where nothing is known of the step, it is `True`.
-        remat_keeps: what `remat` stores of a block: its `"input"` alone, or also the results of its `"products"` with
-            weights, of its recurrence and of its ridge solve, the costly parts of a block to recompute.
+        remat_keeps: what `remat` stores of a block: its `"input"`, or also the results of its `"products"` with weights
+            and of its recurrence. The solutions of a ridge solve's kernels are stored in either case: they take as much
+            memory as the input, and cost more to find again than the rest of the block.
         scan_layers: run repeated blocks as one `jax.lax.scan` in the training pass: compile time then does not grow
             with depth, at the cost of one stacked copy of the blocks' parameters. The parameters stay one per layer. A
             model whose repeated blocks were made to differ otherwise, or to share random streams, is refused.

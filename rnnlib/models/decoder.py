@@ -268,11 +268,13 @@ class DecoderLM(nnx.Module):
         if not self.config.remat:
             return _run_block
         policies = jax.checkpoint_policies
-        # Weights have no batch dimension; products that have one are the chunk form's.
-        products = policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("recurrence", "solution")
-        )
-        policy = products if self.config.remat_keeps == "products" else None
+        # A ridge solve costs more than the rest of a block, and its solutions take no more memory than the input.
+        policy = policies.save_only_these_names("solution")
+        if self.config.remat_keeps == "products":
+            # Weights have no batch dimension; products that have one are the chunk form's.
+            policy = policies.save_from_both_policies(
+                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("recurrence", "solution")
+            )
         return jax.checkpoint(_run_block, static_argnums=0, policy=policy)
 
     def _scan_blocks(

@@ -299,6 +299,7 @@ def ridge_solves() -> list[Case]:
         case(bf16, 128, "bfloat16", "chebyshev"),
         case(bf16, 128, "bfloat16", "conjugate_gradient"),
         case(bf16, 128, "split", "conjugate_gradient"),
+        case(bf16, 128, "mixed", "conjugate_gradient"),
         case(f32, 128, "split", "chebyshev"),
         case(f32, 64, "float32", "chebyshev"),
         case(f32, 64, "tf32", "chebyshev"),

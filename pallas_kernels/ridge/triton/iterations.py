@@ -10,22 +10,35 @@ Three float32 iterates and a product's operands do not fit into registers. So wi
 accumulated in float16, since it is no operand of a product.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.triton.backend import Operand, call, dot, dot_nt, rounded_product
 from pallas_kernels.common.triton.decay_rows import Rows, loaded_decay, rows_of_chunk
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.triton.pairs import weigh_pairs
-from pallas_kernels.ridge.config import Method, RidgeConfig, RidgeInputs
+from pallas_kernels.ridge.config import (
+    LEAST_RIDGE,
+    MOST_CONDITION,
+    MOST_NORM,
+    Method,
+    RidgeConfig,
+    RidgeInputs,
+)
 from pallas_kernels.ridge.triton.products import Parts, load_parts, multiply, parts
 
 # A Gram matrix with a norm up to this floor counts as zero, as in the operator's definition.
 NORM_FLOOR = 1e-10
+
+
+_SHORT = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
+"""Precisions in which a product's factors have 16 bits, and their dtype."""
 
 
 class System(NamedTuple):
@@ -54,12 +67,12 @@ def pair_decays(decay) -> Array:
 def _system(keys: Parts, state: Parts, decay, from_start, ridge: Array, precision: str, step: Any = None) -> System:
     """The systems of a chunk. A `step` `[C, 1]` multiplies products with the Gram matrices, but not the ridge.
 
-    The pairs' decays stay in registers. With bfloat16 products they are bfloat16 too, in half the registers.
+    The pairs' decays stay in registers. With products of 16 bits they have as many, in half the registers.
     """
     pairs = pair_decays(decay)
     if step is not None:
         pairs, from_start = pairs * step, step[:, 0] if from_start is None else from_start * step[:, 0]
-    return System(keys, state, pairs.astype(jnp.bfloat16) if precision == "bfloat16" else pairs, from_start, ridge)
+    return System(keys, state, pairs.astype(_SHORT.get(precision, jnp.float32)), from_start, ridge)
 
 
 def norms(keys: Parts, state: Parts, square: Array, decay, from_start: Array | None, precision: str) -> Array:
@@ -171,23 +184,43 @@ def _leading_half(x: Array) -> Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
 
 
-def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
+def _iterate_conjugate(
+    system: System, method: Method, b: Array, precision: str, tolerance: Array | None = None
+) -> Array:
     """Conjugate gradients from zero, in units of `b`'s size; a system whose residual has vanished stays where it is.
 
     The method squares `b`. Cotangents that decayed over many tokens are so small that their squares would be lost in
     float32, and quotients would be infinite: hence the units.
 
+    With a tolerance nothing is left to do when no system's residual is above it. NaN counts as above.
+
+    With float16 products, directions are float16 numbers. They are rounded before a step's length is found, so that
+    what is added to the solution is what was multiplied: the rounding costs no accuracy.
+
     A ridge by channel would take a register for each channel of a thread, and registers are short. So the loop carries
     the ridge with one channel a thread, and broadcasts it in each iteration. Without the minimum in the carry the
     compiler would see that the ridge never changes, and broadcast it once, before the loop.
+
+    Args:
+        system: of the chunk.
+        method: number of iterations and epsilon.
+        b: right-hand sides `[C, K]`.
+        precision: of the products.
+        tolerance: of the residual's norm relative to the right-hand side's, `[C, 1]`; None is float32's precision, at
+            which a loop that may end early would take a tenth longer.
     """
     size = _size(b)
     unit = 1.0 / size
     b = b * unit
     square = jnp.sum(b * b, axis=1, keepdims=True)
-    floor = square * jnp.finfo(jnp.float32).eps ** 2
+    least = jnp.finfo(jnp.float32).eps
+    floor = square * (least**2 if tolerance is None else jnp.square(jnp.maximum(tolerance, least)))
+    dtype = jnp.float16 if precision == "float16" else jnp.float32
 
-    def body(_, carry):
+    def is_any_live(square):
+        return jnp.max(jnp.where(square <= floor, 0, 1)[:, 0]) > 0
+
+    def iteration(carry):
         x, residual, direction, square, spread = carry
         is_live = square > floor
 
@@ -198,19 +231,71 @@ def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
             return jnp.where(is_live, numerator / divisor, 0.0)
 
         ridge = system.ridge if spread is None else spread[None, :]
-        image = _add_product(system, direction, ridge * direction, method.precision)
-        length = quotient(square, jnp.sum(direction * image, axis=1, keepdims=True))
-        x = x + length * direction
+        image = _image(system, direction, ridge, precision)
+        length = quotient(square, jnp.sum(direction.astype(jnp.float32) * image, axis=1, keepdims=True))
+        x = x + length * direction.astype(jnp.float32)
         residual = residual - length * image
         after = jnp.sum(residual * residual, axis=1, keepdims=True)
-        direction = jnp.where(is_live, residual + quotient(after, square) * direction, direction)
+        following = residual + quotient(after, square) * direction.astype(jnp.float32)
+        direction = jnp.where(is_live, following.astype(dtype), direction)
         return x, residual, direction, after, None if spread is None else jnp.minimum(spread, greatest)
 
+    def step(_, carry):
+        if tolerance is None:
+            return iteration(carry)
+        return lax.cond(is_any_live(carry[3]), iteration, lambda carry: carry, carry)
+
     by_channel, greatest = system.ridge if system.ridge.ndim == 1 else None, jnp.max(system.ridge)
-    return lax.fori_loop(0, method.iterations, body, (jnp.zeros_like(b), b, b, square, by_channel))[0] * size
+    start = jnp.zeros_like(b), b, b.astype(dtype), square, by_channel
+    return lax.fori_loop(0, method.iterations, step, start)[0] * size
+
+
+def _image(system: System, x: Array, ridge: Array, precision: str) -> Array:
+    """`(H + ridge) x`, `[C, K]`."""
+    if precision != "float16":
+        return _add_product(system, x, ridge * x, precision)
+    far = multiply(dot, Parts(x), system.state, precision)  # the decay follows, so that both products share a factor
+    far = far if system.from_start is None else far * system.from_start[:, None]
+    scores = multiply(dot_nt, Parts(x), system.keys, precision).astype(jnp.float16) * system.pairs
+    return multiply(dot, Parts(scores), system.keys, precision, far + ridge * x.astype(jnp.float32))
+
+
+def _mild_kernel(r, *, method: Method):
+    """Conjugate gradients with a constant ridge and products in float16, if all of a chunk's systems allow them."""
+    decay = loaded_decay(r)
+    from_start = None if r.from_start is None else r.from_start[...]
+    square = jnp.sum(r.squares[...])
+    if r.given_norm is None:
+        norm = norms(Parts(r.k[...]), Parts(r.high[...]), square, decay, from_start, "bfloat16")
+        r.norm[...] = norm
+    else:
+        norm = r.given_norm[...]
+    ridge = r.ridge[...]
+    least, greatest = jnp.min(ridge), jnp.max(ridge)
+    condition = (norm + greatest) / least
+    is_mild = (jnp.max(condition) <= MOST_CONDITION) & (least >= LEAST_RIDGE)
+    is_mild = is_mild & (jnp.max(norm) <= MOST_NORM) & (square <= MOST_NORM**2)
+    r.is_mild[...] = is_mild.astype(jnp.int32)
+
+    @pl.when(is_mild)
+    def solve():
+        b = r.b[...].astype(jnp.float32)
+        keys = parts(r.k[...], "float16")
+        state = Parts(r.high[...].astype(jnp.float16) + r.low[...].astype(jnp.float16))
+        by_token = ridge if ridge.ndim else jnp.full((CHUNK, 1), ridge)
+        system = _system(keys, state, decay, from_start, by_token, "float16")
+        tolerance = 2.0**-12 / condition[:, None]  # the error of a solution is at most this times the condition number
+        r.x[...] = _iterate_conjugate(system, method, b, "float16", tolerance).astype(r.x.dtype)
 
 
 def _solve_kernel(r, *, method: Method):
+    if r.is_mild is None:
+        _solve(r, method)
+    else:
+        pl.when(r.is_mild[...] == 0)(lambda: _solve(r, method))
+
+
+def _solve(r, method: Method) -> None:
     # Right-hand sides are loaded first: the shared memory that converts their layout is free again before keys come.
     b = r.b[...].astype(jnp.float32)
     strength = load_strength(r.ridge)
@@ -233,7 +318,8 @@ def _solve_kernel(r, *, method: Method):
     if norm is None or method.name == "conjugate_gradient":
         if not method.adaptive and strength.shape[1] > 1:
             ridge = r.ridge[...]
-        x = _iterate_conjugate(_system(keys, state, decay, from_start, ridge, method.precision), method, b)
+        system = _system(keys, state, decay, from_start, ridge, method.precision)
+        x = _iterate_conjugate(system, method, b, method.precision)
     else:
         least, greatest = jnp.min(ridge, axis=1, keepdims=True), norm[:, None] + jnp.max(ridge, axis=1, keepdims=True)
         step = 2.0 / (greatest + least)
@@ -275,7 +361,8 @@ def solve_chunks(
         states: Gram matrices at the chunks' starts.
         config: compilation.
         b: `[B, T, H, K]`.
-        squares: squared norms of the rows of `states`, `[B, H, N, K]`, unless the norms are known.
+        squares: squared norms of the rows of `states`, `[B, H, N, K]`; not read where the norms are known and
+            `method` is not mixed.
         norm: `[B, H, T]`, where it is known.
 
     Returns:
@@ -294,28 +381,43 @@ def solve_chunks(
 
     row = p.of_head(p.per_head(p.length, dtype=jnp.float32), (CHUNK,), lambda h, n, b: (b, h, n))
     finds_norm = norm is None and method.needs_norm
-    results = call(
+    operands: dict[str, Operand | None] = {
+        "b": token(b),
+        "k": token(inputs.k),
+        "high": of_state(states.high),
+        "low": of_state(states.low),
+        "ridge": strength_operand(inputs.ridge),
+        "squares": p.of_head(squares, (None, p.key_size), lambda h, n, b: (b, h, n, 0)),
+        "given_norm": None if norm is None else p.of_head(norm, (CHUNK,), lambda h, n, b: (b, h, n)),
+        **rows_of_chunk(p, rows, ("total", "fine", "runs", "from_start")),
+    }
+    x = token(jax.ShapeDtypeStruct(b.shape, b.dtype))
+    if not method.mixed:
+        operands["is_mild"] = None
+        operands["squares"] = operands["squares"] if finds_norm else None
+        outputs = {"x": x, "norm": row if finds_norm else None}
+        results = call(
+            _solve_kernel, f"ridge_{method.name}", p.chunk_grid, operands, outputs, config.solve, method=method
+        )
+        return results["x"], results["norm"] if finds_norm else norm  # type: ignore[return-value]
+    of_chunk = p.of_head(p.per_head(p.chunks, dtype=jnp.int32), (None,), lambda h, n, b: (b, h, n))
+    outputs = {"x": x, "norm": row if finds_norm else None, "is_mild": of_chunk}
+    found = call(
+        _mild_kernel, f"ridge_{method.name}_mild", p.chunk_grid, operands, outputs, config.solve_mild, method=method
+    )
+    norm = found["norm"] if finds_norm else norm
+    is_mild = p.of_head(found["is_mild"], (None,), lambda h, n, b: (b, h, n))
+    found = call(
         _solve_kernel,
         f"ridge_{method.name}",
         p.chunk_grid,
-        {
-            "b": token(b),
-            "k": token(inputs.k),
-            "high": of_state(states.high),
-            "low": of_state(states.low),
-            "ridge": strength_operand(inputs.ridge),
-            "squares": p.of_head(squares if finds_norm else None, (None, p.key_size), lambda h, n, b: (b, h, n, 0)),
-            "given_norm": None if norm is None else p.of_head(norm, (CHUNK,), lambda h, n, b: (b, h, n)),
-            **rows_of_chunk(p, rows, ("total", "fine", "runs", "from_start")),
-        },
-        {
-            "x": token(jax.ShapeDtypeStruct(b.shape, b.dtype)),
-            "norm": row if finds_norm else None,
-        },
+        {**operands, "squares": None, "given_norm": None, "is_mild": is_mild},
+        {"x": x},
         config.solve,
-        method=method,
+        updates={"x": token(found["x"])},
+        method=dataclasses.replace(method, mixed=False),
     )
-    return results["x"], results["norm"] if finds_norm else norm  # type: ignore[return-value]
+    return found["x"], norm  # type: ignore[return-value]
 
 
 def strength_operand(ridge: Array) -> Operand:

@@ -3,6 +3,7 @@
 A matrix is held as `Parts`: itself, or its leading and its remaining bfloat16 part. `"bfloat16"` takes one product of
 leading parts; `"split"` takes three, or two where one side is exact in bfloat16, and so keeps 16 bits of both sides;
 `"tf32"` takes one product of float32 matrices that the tensor cores round to 10 bits; `"float32"` takes three of those.
+`"float16"` takes one product of float16 matrices.
 """
 
 from collections.abc import Callable
@@ -31,6 +32,8 @@ def parts(x: Array, precision: str) -> Parts:
     """`x` as the factor of a product; what is bfloat16 already has no rest."""
     if precision in ("tf32", "float32"):
         return Parts(x.astype(jnp.float32))
+    if precision == "float16":
+        return Parts(x.astype(jnp.float16))
     if x.dtype == jnp.bfloat16 or precision == "bfloat16":
         return Parts(x.astype(jnp.bfloat16))
     return Parts(*split(x))

@@ -78,7 +78,7 @@ def ridge_solve(
             symmetric part is used.
         segment_ids: documents packed into a row: the Gram matrix restarts where the id changes. The first token
             continues `initial_gram`.
-        chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
+        chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` implementation; kernels take 64.
         implementation: `"scan"` (token by token, forming every `H_t`: the reference), `"chunked"` (XLA, any device;
             forms none), `"triton"` (Pallas kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves tests),
             or None for the fastest that supports the case.

@@ -74,6 +74,21 @@ def ridge_solve_triton(
             "chunk_size": chunk_size,
         }
 
+    kernels = kernel_operators().ridge
+
+    def vjp(arrays: Any, segment_ids: Array | None) -> tuple[Any, Any, Any]:
+        names = ("q", "k", "ridge", "log_decay", "initial_gram")
+
+        def differentiated(inputs: RidgeInputs, initial_gram: Array | None) -> dict[str, Any]:
+            own = keywords(inputs, initial_gram, segment_ids)
+            return {name: own[name] for name in names}
+
+        given, pull_given = jax.vjp(differentiated, *arrays)
+        others = {key: x for key, x in keywords(arrays[0], arrays[1], segment_ids).items() if key not in names}
+        results, norm, pull_back = kernels.ridge_solve_vjp(**others, **given)
+        pull = jax.tree_util.Partial(lambda first, last, *saved: last(first(*saved)), pull_back, pull_given)
+        return results, norm, pull
+
     reference = functools.partial(ridge_solve_chunked, options=options, chunk_size=chunk_size)
-    run = with_further_derivatives(kernel_operators().ridge.ridge_solve, keywords, reference)
+    run = with_further_derivatives(kernels.ridge_solve, keywords, reference, vjp=vjp, name="solution")
     return run(inputs, initial_gram, segment_ids)

@@ -1,11 +1,13 @@
 """The ridge solve's kernels, interpreted on a CPU, against the scan in float64: solutions, Gram matrices, gradients."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import example, settings
 
 from pallas_kernels import operators
@@ -13,6 +15,7 @@ from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.ridge.api import ridge_solve
 from pallas_kernels.ridge.config import RidgeConfig
 from rnnlib import ops
+from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.ops.ridge_solve import Solver
 from tests.ops.ridge import Call, assert_close, given_cases, reference, relative_error, run
 from tests.pallas_kernels.cases import assert_transformations_agree
@@ -97,6 +100,29 @@ def test_condition_beyond_that_of_bfloat16_needs_precise_products(product_dtype,
     assert low < relative_error(run(call, "triton", arguments)["x"], expected["x"]) < high
 
 
+def test_mixed_precision_is_as_exact_as_two_parts():
+    """Well-conditioned chunks in float16, those of a head with an eigenvalue of 3000 ridges in two parts."""
+    call = Call((1, 100, 2, 32), Solver("conjugate_gradient"), adaptive=False, by_channel=True)
+    arguments = arguments_of(call, jnp.bfloat16, segments="one")
+    arguments["initial_gram"] = arguments["initial_gram"].at[:, 1].multiply(10.0)
+    expected, actual = reference(call, arguments), run(call, "triton", arguments)
+    tokens = {name: arguments[name] for name in ("q", "k", "log_decay", "initial_gram", "ridge")}
+    solve = functools.partial(ridge_solve, **tokens, solver="conjugate_gradient", adaptive=False)
+    mixed, split = (solve(precision=precision)[0] for precision in ("mixed", "split"))
+    assert np.array_equal(mixed[0, :64, 1], split[0, :64, 1]) and not np.array_equal(mixed[..., 0, :], split[..., 0, :])
+    for head in range(2):
+        errors = [relative_error(x[..., head, :], expected["x"][..., head, :]) for x in (mixed, split)]
+        assert errors[0] < 1.05 * errors[1] < 3e-3, errors
+    assert_close(actual, expected, 2e-2)
+
+
+def test_no_solve_hides_what_is_not_finite():
+    q = jnp.ones((1, 3, 1, 16), jnp.bfloat16).at[:, 1].set(jnp.nan)
+    k = jnp.ones((1, 3, 1, 16), jnp.bfloat16)
+    x = ridge_solve(q, k, jnp.ones((1, 1)), adaptive=False, solver="conjugate_gradient")[0]
+    assert np.isnan(np.asarray(x, np.float32)[:, 1]).all() and np.isfinite(np.asarray(x, np.float32)[:, [0, 2]]).all()
+
+
 @pytest.mark.parametrize("adaptive", mostly_slow([True, False], [True]))
 def test_no_keys_at_all_is_finite(adaptive):
     call = Call(shape=(1, 70, 1, 16), adaptive=adaptive, bare=True)
@@ -173,6 +199,7 @@ def test_what_the_backward_keeps(keeps_states):
         ({"size": 256}, "key size 256"),
         ({"solver": "exact"}, "solver 'exact'"),
         ({"precision": "float16"}, "products in 'float16'"),
+        ({"precision": "mixed"}, "products in 'mixed' precision but for conjugate gradients"),
     ],
 )
 def test_unsupported_says_why(change, reason):
@@ -196,7 +223,23 @@ def test_forward_and_backward_lower_for_an_h200(solver, dtype):
         x, gram = ridge_solve(**arrays, segment_ids=ids, solver=solver, adaptive=solver == "chebyshev")
         return jnp.sum(x.astype(jnp.float32)) + jnp.sum(gram)
 
-    assert count_kernels(jax.grad(loss), arrays, ids) == 4 + 1 + 2 + 2
+    in_float16 = 2 if solver == "conjugate_gradient" and dtype == jnp.bfloat16 else 0  # its solves are two kernels
+    assert count_kernels(jax.grad(loss), arrays, ids) == 4 + 1 + 2 + 2 + in_float16
+
+
+@pytest.mark.parametrize("keeps", ["input", "products"])
+def test_blocks_that_are_recomputed_keep_solutions(keeps):
+    """Solutions and norms, of each layer: with both, the solve's kernel is for nothing, and XLA leaves it out."""
+    config = ModelConfig(16, 32, 2, 1, mixers=("gated_kalmanet",), dtype="bfloat16", remat=True, scan_layers=True)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: DecoderLM(config.replace(remat_keeps=keeps), rngs=nnx.Rngs(0))))
+
+    def pull_back(state, tokens):
+        return jax.vjp(lambda state: nnx.merge(graphdef, state)(tokens), state)[1]
+
+    with jax.sharding.use_abstract_mesh(H200):
+        kept = jax.eval_shape(pull_back, state, jax.ShapeDtypeStruct((1, 128), jnp.int32))
+    shapes = [(x.shape, x.dtype.name) for x in jax.tree.leaves(kept)]
+    assert ((2, 1, 128, 1, 32), "bfloat16") in shapes and ((2, 1, 1, 128), "float32") in shapes, shapes
 
 
 def test_none_takes_the_kernels_on_a_gpu():
