@@ -300,6 +300,11 @@ class CompiledSteps:
         if self._compiling is not None:
             self.train_step = self._compiling.result()
 
+    def prove_step(self) -> None:
+        """Says that a training step was done."""
+        if self._stored is not None:
+            self._stored.prove()
+
     def compile(self) -> None:
         """Compiles both steps now and not when each is first used; on several devices it does nothing."""
         if self.mesh is not None:

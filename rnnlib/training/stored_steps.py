@@ -85,12 +85,18 @@ class StoredStep:
         made_from = {**_environment(), "about": about, "arguments": arrays}
         text = json.dumps(made_from, sort_keys=True, default=repr)
         self.path = folder / f"{_digest(text.encode())}.step"
+        self._unproven = self.path.with_suffix(".unproven")
 
     def load(self, devices: Sequence[Any]) -> Any:
         """The compiled function on these devices, or None where there is none that can be read."""
         try:
+            if self._unproven.exists():  # it was read and then no step was done: whatever the reason, not again
+                self.path.unlink(missing_ok=True)
+                self._unproven.unlink(missing_ok=True)
+                return None
             header, _, program = self.path.read_bytes().partition(b"\n")
             self.path.touch()  # used
+            self._unproven.touch()
         except OSError:
             return None
         try:
@@ -103,7 +109,12 @@ class StoredStep:
             )
         except Exception:  # cut off, or of a runtime that this one cannot read: it is written anew
             self.path.unlink(missing_ok=True)
+            self._unproven.unlink(missing_ok=True)
             return None
+
+    def prove(self) -> None:
+        """Says that the function has run: the next process may read it, too."""
+        self._unproven.unlink(missing_ok=True)
 
     def save(self, compiled: Any) -> None:
         """Keeps a compiled function that XLA has just made; one that cannot be kept is compiled again the next time."""

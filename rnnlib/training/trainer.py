@@ -398,6 +398,8 @@ class Trainer:
             self._agreed_stop = signal.Signals(int(metrics.stop))
         self.tokens += round(float(metrics.tokens))
         self._num_reported += 1
+        if self._num_reported == 1:
+            self._steps.prove_step()
         tokens_per_second, step_seconds = self._speed.mark(self.tokens)
         return StepReport.of(
             metrics,
