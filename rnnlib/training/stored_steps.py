@@ -5,6 +5,7 @@ by what makes that text: the source files, the packages, the settings, and the d
 nothing is found, and the step is made anew.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -108,13 +109,15 @@ class StoredStep:
                 program, self._in_tree, self._out_tree, devices[0].client, tuple(devices)
             )
         except Exception:  # cut off, or of a runtime that this one cannot read: it is written anew
-            self.path.unlink(missing_ok=True)
-            self._unproven.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
+                self._unproven.unlink(missing_ok=True)
             return None
 
     def prove(self) -> None:
         """Says that the function has run: the next process may read it, too."""
-        self._unproven.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder that cannot be written
+            self._unproven.unlink(missing_ok=True)
 
     def save(self, compiled: Any) -> None:
         """Keeps a compiled function that XLA has just made; one that cannot be kept is compiled again the next time."""
@@ -132,7 +135,8 @@ class StoredStep:
             partial.replace(self.path)
             _keep_small(self.path.parent)
         except OSError:  # a full disk, or a folder that cannot be written
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
 
 
 def _digest(content: bytes) -> str:
