@@ -51,7 +51,7 @@ from pallas_kernels.common.mosaic_gpu import (
 # Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
 _REGISTERS = {1: (240, 24), 2: (232, 40)}
 # Likewise where one more warpgroup, whose number comes last, finds scores.
-_REGISTERS_WITH_SCORES = {1: (232, 40, 200), 2: (192, 32, 96)}
+_REGISTERS_WITH_SCORES = {2: (192, 32, 96)}
 
 
 @dataclass(frozen=True)
@@ -434,7 +434,7 @@ def call(
 
             @pl.when(group == num_compute_warpgroups + 1)
             def _():
-                use_registers(scoring[0], more=scoring[0] > 128)
+                use_registers(scoring[0], more=False)
                 scores(refs, there, own, pipeline, place, chunks, kernel_shape=kernel_shape, **static)
 
     memory = {
