@@ -90,6 +90,9 @@ class TrainArguments(Settings):
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     """Which of several processes this is; SLURM, Open MPI and Kubernetes say so themselves."""
     compilation_cache: CompilationCache = None
+    keep_step: bool = False
+    """Keep the compiled training step beside the compilation cache: the same command then neither traces nor lowers it.
+    Off by default: it is tested on CPUs and has not run on a GPU yet."""
 
 
 def _starting_point(argv: Sequence[str]) -> TrainConfig:
@@ -223,7 +226,7 @@ def run(argv: Sequence[str]) -> int:
     with input_errors():
         join_processes(arguments.distributed)
     with ending_together(_report):
-        return _train(arguments, programs)
+        return _train(arguments, programs if arguments.keep_step else None)
 
 
 def _report(error: BaseException) -> int:

@@ -52,11 +52,15 @@ def test_a_second_run_compiles_nothing_anew(tmp_path, corpus, process_environmen
     flags += ["--model.width", "16", "--model.num-layers", "1", "--model.mlp-width", "16", "--prompt", ""]
     flags += ["--logging.no-picture", "--logging.no-tensorboard"]
 
-    def programs(run):
-        command = [sys.executable, "-m", "rnnlib", "train", "--run", str(tmp_path / run), *flags]
+    def programs(run, *more):
+        command = [sys.executable, "-m", "rnnlib", "train", "--run", str(tmp_path / run), *flags, *more]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return {path.name for path in kept.rglob("*-cache")}
 
     first = programs("one")
-    assert first and programs("two") == first
+    assert first and not list(kept.rglob("*.step")), "a step is stored where --keep-step asks for it"
+    assert programs("two") == first
+    folder = tmp_path / "elsewhere"  # XLA makes the program, so it can be kept
+    programs("three", "--keep-step", "--compilation-cache", str(folder))
+    assert len(list(folder.rglob("*.step"))) == 1
