@@ -80,7 +80,12 @@ def _matched(base: ModelConfig, mixer: Mixer) -> ModelConfig:
     config = model_config(base, mixer)
     if mixer.label == SMALLER_STATE:
         config = match_state(config, mixer.preset[0], state_numbers(model_config(base, GATED_DELTANET), 1))
-    return match_parameters(config, count_parameters(model_config(base, BASELINE)).total)
+    return match_parameters(config, _baseline_parameters(base))
+
+
+@functools.cache
+def _baseline_parameters(base: ModelConfig) -> int:
+    return count_parameters(model_config(base, BASELINE)).total
 
 
 def study(setting: ScalingSetting) -> ScalingStudy:
