@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels.short_convolution.branch import Epilogue
 from pallas_kernels.skinny_gemm import api as cuts
 from pallas_kernels.skinny_gemm.api import Epilogue as KernelEpilogue
 from pallas_kernels.skinny_gemm.api import SkinnyGemmConfig, num_partials, skinny_matmul_partials
@@ -16,7 +17,7 @@ from rnnlib.layers import normalization, residual
 from rnnlib.layers.residual import residual_add
 from rnnlib.ops import skinny_gemm as operator
 from rnnlib.ops.short_convolution import one_token
-from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Epilogue
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs
 from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
 from rnnlib.ops.skinny_gemm import (
     BoundedSigmoid,
