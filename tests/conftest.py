@@ -29,6 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
         quick = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
         quick += " --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}".strip()
+        # JAX looks for a GPU otherwise, and writes to stderr what its plugin lacks on a machine without one.
+        platforms = os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        jax.config.update("jax_platforms", platforms)
     # XLA's pool of threads, which has as many as there are processors: the interpreter of Mosaic GPU kernels runs each
     # warpgroup in a thread of it, and they wait for one another.
     os.environ.setdefault("NPROC", "16")
