@@ -22,6 +22,8 @@ import jax
 import numpy as np
 from jax.experimental import serialize_executable
 
+from rnnlib.files import write_atomically
+
 # Whose files make the program, beside what pip says of the packages: somebody may have changed one of them.
 _TRACING = ("jax", "jaxlib", "jax_plugins", "flax", "optax", "chex", "numpy")
 _OWN = ("rnnlib", "pallas_kernels")
@@ -127,16 +129,11 @@ class StoredStep:
             return
         if (in_tree, out_tree) != (self._in_tree, self._out_tree):
             return
-        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
-        try:
+        header = {"digest": _digest(program), "modules": sorted(_jax_modules())}
+        with contextlib.suppress(OSError):  # a full disk, or a folder that cannot be written
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            header = {"digest": _digest(program), "modules": sorted(_jax_modules())}
-            partial.write_bytes(json.dumps(header).encode() + b"\n" + program)
-            partial.replace(self.path)
+            write_atomically(self.path, json.dumps(header).encode() + b"\n" + program)
             _keep_small(self.path.parent)
-        except OSError:  # a full disk, or a folder that cannot be written
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
 
 
 def _digest(content: bytes) -> str:
