@@ -7,7 +7,6 @@ import tyro
 from rich.console import Console
 
 from experiments.claims.pages import write_pages
-from experiments.cpu_benchmark.report import main as cpu_benchmark
 from experiments.decoding.__main__ import main as decoding
 from experiments.harness.command import errors_as_lines
 from experiments.harness.study import SETTINGS, Setting
@@ -61,7 +60,6 @@ def main() -> None:
             language_modelling("language_modelling", ["--report-only", "--setting", language_setting])
         language_modelling("long_context", ["--report-only", "--setting", "real"])
         several_gpus(["--setting", "real", "--report-only"])
-        cpu_benchmark()
         kernel_benchmarks(["--from-json"])
         ridge_benchmark(["--from-json"])
         solver_convergence(SolverConvergenceConfig(from_json=True))
