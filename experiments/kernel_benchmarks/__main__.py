@@ -25,19 +25,27 @@ from experiments.kernel_benchmarks.run import measure, versions
 def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """New results, and from before whatever was not measured again; what is new says of which commit it is.
 
-    Draws that a time limit cut are left out where there are others: how many there are, the records tell.
+    A failure from before goes where the same is measured now; a measurement stays where it fails now. Draws that a time
+    limit cut are left out where there are others: how many there are, the records tell.
     """
 
     def point(record: dict[str, Any]) -> tuple[Any, ...]:
-        where = (record.get("operator"), str(record.get("shape")), record.get("case"), record.get("beside"))
+        # A time's record has no case, but that of a failure to take it has.
+        case = record.get("case") or "random"
+        where = (record.get("operator"), str(record.get("shape")), case, record.get("beside"))
         return record.get("of", record["kind"]), record.get("implementation"), *where
 
     def measurement(record: dict[str, Any]) -> tuple[Any, ...]:
         return *point(record), record.get("seed")
 
-    measured = {measurement(record) for record in results["records"]}
+    measured = {measurement(record) for record in results["records"] if record["kind"] != "failure"}
+    tried = {point(record) for record in results["records"]}
+
+    def stays(record: dict[str, Any]) -> bool:
+        return point(record) not in tried if record["kind"] == "failure" else measurement(record) not in measured
+
     new = [{"commit": results["commit"], **record} for record in results["records"]]
-    records = [*(record for record in before["records"] if measurement(record) not in measured), *new]
+    records = [*filter(stays, before["records"]), *new]
     drawn = {point(record) for record in records if record["kind"] == "error"}
     return {
         **results,

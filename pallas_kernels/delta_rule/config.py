@@ -132,7 +132,8 @@ def mosaic_config(
 
     Measured on an H200: where each processor has at most one program of 64 value channels, two of these share their
     tiles for nothing; where it has more, they should. A third slot gains 3 to 5 % where it fits in shared memory.
-    On an H100, scores that are found by the output's programs, and not stored, gain 9 to 15 % of the forward.
+    On an H100, scores that are found by the output's programs, and not stored, gain 9 to 15 % of the forward, of split
+    sequences 0 to 9 %.
 
     Args:
         config: for the other stages.
@@ -154,10 +155,12 @@ def mosaic_config(
     back = MosaicConfig(1 if has_two_keys and has_values else groups, num_stages=2)
     # Maps have twice as many programs.
     maps = MosaicConfig(num_compute_warpgroups=2, num_stages=2)
-    # Where bytes are the bound, one more warpgroup finds the scores from what the output loads anyway. Splits, which
-    # have short loops, were not timed so.
-    finds_scores = not (is_spread or has_two_keys or has_channel_write or config.num_splits > 1)
+    # Where bytes are the bound, one more warpgroup finds the scores from what the output loads anyway. Splits were timed
+    # with three slots, whole sequences are as fast with two.
+    finds_scores = not (is_spread or has_two_keys or has_channel_write)
     output = dataclasses.replace(ahead, scores_in_output=finds_scores)
+    if finds_scores and config.num_splits > 1:
+        output = dataclasses.replace(output, num_stages=3)
     stages = {"maps": maps, "output": output, "states": ahead, "offsets": back, "reverse": back}
     if has_two_keys and has_channel_write and not is_spread:
         # Nor is there for 128 channels of the output with a write gate in float32; with 64 Triton's is faster.

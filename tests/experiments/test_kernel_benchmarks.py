@@ -66,6 +66,12 @@ def test_command_measures_on_a_cpu_and_rebuilds_from_its_json(tmp_path, capsys):
     assert add({**late, "records": [draws[1], missed]}, {**results, "records": draws[:1]})["records"] == draws
     broken = {**missed, "reason": "out of memory"}
     assert add({**late, "records": [broken]}, {**results, "records": draws})["records"] == [*draws, broken]
+    late_draws = [{**draw, "commit": "later"} for draw in draws]
+    assert add({**late, "records": draws}, {**results, "records": [broken]})["records"] == late_draws
+    untimed = {**{key: peer[key] for key in ("implementation", "operator", "shape")}, "commit": "later"}
+    untimed |= {"kind": "failure", "of": "time", "case": "random", "reason": "not compiled in time"}
+    assert add({**late, "records": [untimed]}, {**results, "records": [peer]})["records"] == [peer, untimed]
+    assert add({**late, "records": [peer]}, {**results, "records": [untimed]})["records"] == [peer]
     (tmp_path / "cpu.md").unlink()
     assert main([*arguments, "--from-json"]) == 0
     assert (tmp_path / "cpu.md").read_bytes() == before["cpu.md"]

@@ -76,6 +76,7 @@ CASES = {
     "narrow_heads": Case((1, 70, 1, 1, 80, 72), segments=2),
 }
 GROUPS = {"scalar_decay": 2, "delta_rule_of_two_heads_a_key": 2, "write_key_three_segments": 2, "channel_write": 2}
+GROUPS |= {"extreme": 2, "one_gate_delta_rule_segments": 2}
 GROUPS |= {"packed": 2, "channel_gates": 2, "one_gate_channel_decay": 2, "one_gate_write_key_packed": 2}
 
 
@@ -302,7 +303,8 @@ def test_a_program_has_more_channels_where_heads_fill_the_card():
     # Both stages agree on where the queries' scores are found.
     assert many.output.mosaic == MosaicConfig(2, 2, scores_in_output=True)
     assert many.prepare.mosaic == MosaicConfig(3, num_stages=1, scores_in_output=True)
-    assert mosaic_config(DeltaRuleConfig(num_splits=2), 256, 132).output.mosaic == MosaicConfig(2, 2)
+    split = mosaic_config(DeltaRuleConfig(num_splits=2), 256, 132).output.mosaic
+    assert split == MosaicConfig(2, 3, scores_in_output=True)
     # Its tiles of two blocks of values would take more shared memory than there is.
     assert mosaic_config(DeltaRuleConfig(), 256, 132, has_channel_decay=True).reverse.mosaic == MosaicConfig(1, 2)
     # Without the values there is room.
