@@ -154,6 +154,9 @@ def table(records: list[dict[str, Any]]) -> str:
     header = ["seconds", *(f"{r['preset']}, {r['state']}, {r['device']}" for r in records)]
     rows = [[stage, *(f"{r['seconds'][stage]:.1f}" for r in records)] for stage in STAGES]
     rows.append(["**all**", *(f"**{sum(r['seconds'].values()):.1f}**" for r in records)])
+    first = {(r["preset"], r["device"]): r["losses"] for r in records if r["state"] == STATES[0]}
+    equal = [r["losses"] == first.get((r["preset"], r["device"])) for r in records]
+    rows.append(["losses of three steps as in the first", *("yes" if is_equal else "**no**" for is_equal in equal)])
     rows += [[f"*within: {span}*", *(f"*{r['spans'][span]:.1f}*" for r in records)] for span in SPANS]
     return "\n".join(markdown_table(header, rows)) + "\n"
 

@@ -90,9 +90,9 @@ class TrainArguments(Settings):
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     """Which of several processes this is; SLURM, Open MPI and Kubernetes say so themselves."""
     compilation_cache: CompilationCache = None
-    keep_step: bool = False
-    """Keep the compiled training step beside the compilation cache: the same command then neither traces nor lowers it.
-    Off by default: it is tested on CPUs and has not run on a GPU yet."""
+    keep_step: bool = True
+    """Keep the compiled training step in the folder of the compilation cache (1 GB of steps at most): the same command
+    then neither traces nor lowers it."""
 
 
 def _starting_point(argv: Sequence[str]) -> TrainConfig:
@@ -292,7 +292,10 @@ def _train(arguments: TrainArguments, programs: Path | None) -> int:
         _say(f"continuing after step {trainer.start_step}")
         if change := _learning_rate_from_here(saved, config, trainer.start_step):
             _say(change)
-    _say("compiling; the first step takes a while")
+    if trainer.reads_stored_step:
+        _say("the training step was compiled by an earlier run (--no-keep-step makes it anew)")
+    else:
+        _say("compiling; the first step takes a while")
     try:
         result = trainer.run()
     except NonFiniteLossError as error:

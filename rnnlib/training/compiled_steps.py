@@ -1,6 +1,7 @@
 """What a run computes: its mesh, its first state, and the steps of training and evaluation that are compiled for it."""
 
 import concurrent.futures
+import contextlib
 import functools
 import math
 import pathlib
@@ -101,13 +102,19 @@ class CompiledSteps:
         )
         self._remat: RematChoice | None = None  # what `remat="auto"` came to
         self._compiling: concurrent.futures.Future[Any] | None = None
+        self._reading: concurrent.futures.Future[Any] | None = None
         self._lock = threading.Lock()  # one thread may compile while another opens the run
         self._stored: StoredStep | None = None
         # Several processes must agree on what they do, and with "auto" several steps are tried.
         if programs is not None and config.model.remat != "auto" and jax.process_count() == 1 and _is_own(config):
             self._stored = self._stored_step(programs)
             if self._stored.path.exists():
-                self._compiling = _in_thread(self._load)
+                self._compiling = self._reading = _in_thread(self._load)
+
+    @property
+    def reads_stored_step(self) -> bool:
+        """Whether the training step is one that another process has stored; it is compiled if it cannot be read."""
+        return self._reading is not None and self._compiling is self._reading
 
     @property
     def has_initial(self) -> bool:
@@ -298,12 +305,18 @@ class CompiledSteps:
             self._compiling = None
             self.begin_compiling()
         if self._compiling is not None:
-            self.train_step = self._compiling.result()
+            step = self._compiling.result()
+            self.train_step = functools.partial(self._first_call, step) if self.reads_stored_step else step
 
-    def prove_step(self) -> None:
-        """Says that a training step was done."""
-        if self._stored is not None:
-            self._stored.prove()
+    def _first_call(self, step: Any, state: TrainState, batch: Any) -> Any:
+        """Of a step that was stored: what ends the process here shall end one start alone."""
+        assert self._stored is not None
+        with contextlib.suppress(OSError):  # the disk has become full
+            self._stored.begin_trial()
+        result = jax.block_until_ready(step(state, batch))
+        self._stored.end_trial()
+        self.train_step = step
+        return result
 
     def compile(self) -> None:
         """Compiles both steps now and not when each is first used; on several devices it does nothing."""

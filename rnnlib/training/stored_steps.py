@@ -6,6 +6,7 @@ nothing is found, and the step is made anew.
 """
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -14,9 +15,11 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -27,10 +30,12 @@ from rnnlib.files import write_atomically
 # Whose files make the program, beside what pip says of the packages: somebody may have changed one of them.
 _TRACING = ("jax", "jaxlib", "jax_plugins", "flax", "optax", "chex", "numpy")
 _OWN = ("rnnlib", "pallas_kernels")
-# Variables that XLA, CUDA, flax and kernels read; JAX's are among its settings.
-_VARIABLES = ("CUDA_", "FLAX_", "LIBTPU_", "NVIDIA_", "TF_", "TRITON_", "XLA_")
+# Variables that XLA, CUDA, flax and kernels read, and where libraries are; JAX's are among its settings.
+_VARIABLES = ("CUDA_", "FLAX_", "LD_LIBRARY_PATH", "LIBTPU_", "MOSAIC_", "NVIDIA_", "TF_", "TRITON_", "XLA_")
+_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 # Of the folder, in bytes: what was not used for longest goes first.
 _LARGEST = 1_000_000_000
+_UNFINISHED_SECONDS = 3600.0
 
 
 _written = threading.local()
@@ -63,8 +68,12 @@ def compiled_and_whether_new(lowered: jax.stages.Lowered) -> tuple[jax.stages.Co
 class StoredStep:
     """The place of one compiled function in a folder.
 
-    Its name is a hash of all that the program depends on. The folder must be as safe as the code itself: who can write
-    into it can have anything computed.
+    Its name is a hash of all that the program depends on. A folder is read only if it is this user's and others cannot
+    write into it: who can, can have anything computed.
+
+    A function may end the process, when it is read or when it is first called. So a process leaves a mark while it does
+    either, and holds a lock on the mark. A mark without its lock is of a process that has ended there: then the
+    function is not read again. Marks of processes that are at work say nothing.
 
     Attributes:
         path: the file.
@@ -88,19 +97,20 @@ class StoredStep:
         made_from = {**_environment(), "about": about, "arguments": arrays}
         text = json.dumps(made_from, sort_keys=True, default=repr)
         self.path = folder / f"{_digest(text.encode())}.step"
-        self._unproven = self.path.with_suffix(".unproven")
+        self._mark: tuple[pathlib.Path, IO[bytes]] | None = None  # a file of the folder, and the lock on it
 
     def load(self, devices: Sequence[Any]) -> Any:
         """The compiled function on these devices, or None where there is none that can be read."""
         try:
-            if self._unproven.exists():  # it was read and then no step was done: whatever the reason, not again
-                self.path.unlink(missing_ok=True)
-                self._unproven.unlink(missing_ok=True)
+            if not _is_own(self.path.parent):
+                return None
+            if self._has_failed():
+                self._remove()
                 return None
             header, _, program = self.path.read_bytes().partition(b"\n")
             self.path.touch()  # used
-            self._unproven.touch()
-        except OSError:
+            self.begin_trial()
+        except OSError:  # there is none, or the folder cannot be written
             return None
         try:
             about = json.loads(header)
@@ -111,15 +121,53 @@ class StoredStep:
                 program, self._in_tree, self._out_tree, devices[0].client, tuple(devices)
             )
         except Exception:  # cut off, or of a runtime that this one cannot read: it is written anew
-            with contextlib.suppress(OSError):
-                self.path.unlink(missing_ok=True)
-                self._unproven.unlink(missing_ok=True)
+            self._remove()
             return None
+        finally:
+            self.end_trial()
 
-    def prove(self) -> None:
-        """Says that the function has run: the next process may read it, too."""
-        with contextlib.suppress(OSError):  # a folder that cannot be written
-            self._unproven.unlink(missing_ok=True)
+    def begin_trial(self) -> None:
+        """Leaves the mark: if this process ends before `end_trial`, no later one reads the function.
+
+        Raises:
+            OSError: the folder cannot be written, or its files cannot be locked.
+        """
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.stem}.", suffix=".mark")
+        mark = os.fdopen(handle, "wb")
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path = pathlib.Path(name).with_suffix(".trial")
+            os.rename(name, path)  # from here others look at it
+        except OSError:
+            mark.close()
+            os.unlink(name)
+            raise
+        self._mark = path, mark
+
+    def end_trial(self) -> None:
+        """Takes the mark away: the function was read, or has run."""
+        if self._mark is not None:
+            path, file = self._mark
+            with contextlib.suppress(OSError):
+                path.unlink()
+            file.close()
+            self._mark = None
+
+    def _has_failed(self) -> bool:
+        for path in self._trials():
+            with contextlib.suppress(OSError), path.open("rb") as file:  # it was taken away, or is another's
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its process has ended
+                if path.exists():
+                    return True
+        return False
+
+    def _trials(self) -> Iterator[pathlib.Path]:
+        return self.path.parent.glob(f".{self.path.stem}.*.trial")
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            for path in (self.path, *self._trials()):
+                path.unlink(missing_ok=True)
 
     def save(self, compiled: Any) -> None:
         """Keeps a compiled function that XLA has just made; one that cannot be kept is compiled again the next time."""
@@ -131,7 +179,8 @@ class StoredStep:
             return
         header = {"digest": _digest(program), "modules": sorted(_jax_modules())}
         with contextlib.suppress(OSError):  # a full disk, or a folder that cannot be written
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
             write_atomically(self.path, json.dumps(header).encode() + b"\n" + program)
             _keep_small(self.path.parent)
 
@@ -153,11 +202,20 @@ def _register(modules: Sequence[str]) -> None:
         jax.jit(jax.lax.linalg.cholesky).lower(jax.ShapeDtypeStruct((1, 1), np.float32))
 
 
+def _is_own(folder: pathlib.Path) -> bool:
+    """Whether a folder is this user's, and no other can write into it."""
+    about = folder.stat()
+    return about.st_uid == os.getuid() and not about.st_mode & 0o022
+
+
 def _keep_small(folder: pathlib.Path) -> None:
     left = _LARGEST
     for path in sorted(folder.glob("*.step"), key=lambda path: path.stat().st_mtime, reverse=True):
         left -= path.stat().st_size
         if left < 0:
+            path.unlink(missing_ok=True)
+    for path in folder.glob(".*.step-*"):  # of a process that was killed while it wrote
+        if path.stat().st_mtime < time.time() - _UNFINISHED_SECONDS:
             path.unlink(missing_ok=True)
 
 
@@ -171,6 +229,7 @@ def _environment() -> dict[str, Any]:
         "settings": settings,
         "variables": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
         "device": [device.platform, device.device_kind, device.client.platform_version],
+        "driver": _DRIVER.read_text() if _DRIVER.is_file() else "",
         "devices": [jax.device_count(), jax.process_count()],
     }
 

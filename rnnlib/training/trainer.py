@@ -199,6 +199,11 @@ class Trainer:
         return f"{self.num_parameters:,} parameters{rest}"
 
     @property
+    def reads_stored_step(self) -> bool:
+        """Whether the training step is one that an earlier process has stored in the folder `programs`."""
+        return self._steps.reads_stored_step
+
+    @property
     def title(self) -> str:
         """The model in a line."""
         model = self.config.model
@@ -398,8 +403,6 @@ class Trainer:
             self._agreed_stop = signal.Signals(int(metrics.stop))
         self.tokens += round(float(metrics.tokens))
         self._num_reported += 1
-        if self._num_reported == 1:
-            self._steps.prove_step()
         tokens_per_second, step_seconds = self._speed.mark(self.tokens)
         return StepReport.of(
             metrics,

@@ -44,6 +44,9 @@ def test_a_machine_without_a_home_compiles_anew(tmp_path, monkeypatch, told):
     assert not told
 
 
+EARLIER = "the training step was compiled by an earlier run"
+
+
 def test_a_second_run_compiles_nothing_anew(tmp_path, corpus, process_environment):
     kept = tmp_path / "cache"
     environment = {k: v for k, v in process_environment.items() if k != "JAX_COMPILATION_CACHE_DIR"}
@@ -56,11 +59,10 @@ def test_a_second_run_compiles_nothing_anew(tmp_path, corpus, process_environmen
         command = [sys.executable, "-m", "rnnlib", "train", "--run", str(tmp_path / run), *flags, *more]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        return {path.name for path in kept.rglob("*-cache")}
+        return {path.name for path in kept.rglob("*-cache")}, EARLIER in done.stdout
 
-    first = programs("one")
-    assert first and not list(kept.rglob("*.step")), "a step is stored where --keep-step asks for it"
-    assert programs("two") == first
-    folder = tmp_path / "elsewhere"  # XLA makes the program, so it can be kept
-    programs("three", "--keep-step", "--compilation-cache", str(folder))
-    assert len(list(folder.rglob("*.step"))) == 1
+    first, was_stored = programs("one")
+    steps = list(kept.rglob("*.step"))
+    assert first and len(steps) == 1 and not was_stored
+    assert programs("two") == (first, True)
+    assert programs("three", "--no-keep-step") == (first, False)

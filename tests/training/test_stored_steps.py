@@ -1,7 +1,11 @@
 """A compiled step that a folder keeps is found by a later run that computes the same, and by no other."""
 
 import dataclasses
+import errno
 import os
+import subprocess
+import sys
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -58,7 +62,7 @@ def test_a_later_run_takes_the_step_and_computes_the_same(tmp_path, tiny_config,
     second, again = trained(config, tmp_path / "two", programs)
     assert traced[1] is not None and stored(programs) == [kept], "read"
     assert loss == again and jax.tree.all(jax.tree.map(np.array_equal, first, second))
-    assert not list(programs.glob("*.unproven"))
+    assert list(programs.iterdir()) == [kept], "no mark is left"
     whole = kept.read_bytes()
     kept.write_bytes(whole[:100])
     third, _ = trained(config, tmp_path / "three", programs)
@@ -66,9 +70,82 @@ def test_a_later_run_takes_the_step_and_computes_the_same(tmp_path, tiny_config,
     assert jax.tree.all(jax.tree.map(np.array_equal, first, third))
     assert not stored(programs), "JAX's cache had it"
     kept.write_bytes(whole)
-    for expected in ([kept], []):  # a process that reads it and ends before its first step; the next one
-        Trainer(config, programs=programs)._steps.finish_compiling()
-        assert stored(programs) == expected
+    programs.chmod(0o777)  # anyone could have written it
+    steps = Trainer(config, programs=programs)._steps
+    steps.finish_compiling()
+    assert not steps.reads_stored_step and stored(programs) == [kept]
+
+
+# Of a process that reads a stored step as all do.
+TRIAL = """
+import os, pathlib, sys
+from rnnlib.training.stored_steps import StoredStep
+step = object.__new__(StoredStep)
+step.path, step._mark = pathlib.Path(sys.argv[1]), None
+step.begin_trial()
+print("begun", flush=True)
+if sys.stdin.readline() == "crash\\n":
+    os.abort()
+step.end_trial()
+"""
+
+
+def test_a_step_that_has_ended_a_process_is_not_read_again(tmp_path, tiny_config):
+    programs = tmp_path / "programs"
+    programs.mkdir(mode=0o700)
+    step = CompiledSteps(tiny_config, BYTES, None, programs)._stored
+    assert step is not None
+    step.path.write_text("no program")
+    command = [sys.executable, "-c", TRIAL, str(step.path)]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "begun\n"
+    assert not step._has_failed(), "they are at work"
+    processes[0].communicate("end\n")
+    assert processes[0].returncode == 0 and not step._has_failed()
+    processes[1].communicate("crash\n")
+    assert processes[1].returncode != 0 and step._has_failed()
+    assert step.load(jax.devices()) is None and not list(programs.iterdir())
+
+
+def test_a_step_that_raises_is_not_read_again(tmp_path, tiny_config):
+    steps = CompiledSteps(tiny_config, BYTES, None, tmp_path)
+    step = steps._stored
+    assert step is not None
+
+    def fails(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no such kernel")
+
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        steps._first_call(fails, steps.template, None)
+    assert not step._has_failed(), "this process lives"
+    step._mark[1].close()  # as at its end
+    assert step._has_failed()
+
+
+@pytest.mark.parametrize("fault", ["full", "a file", "read-only"])
+def test_a_folder_that_cannot_be_written_stops_nothing(fault, tmp_path, tiny_config, monkeypatch):
+    programs = tmp_path / "programs"
+    config = dataclasses.replace(tiny_config, steps=1)
+    reason = {"full": errno.ENOSPC, "a file": errno.ENOTDIR, "read-only": errno.EROFS}[fault]
+
+    def refuse(*_, **__):
+        raise OSError(reason, os.strerror(reason))
+
+    if fault == "a file":
+        programs.write_text("")
+    elif fault == "full":
+        monkeypatch.setattr(stored_steps, "write_atomically", refuse)
+    else:
+        programs.mkdir(mode=0o700)
+        steps = CompiledSteps(config, BYTES, None, programs)
+        steps._stored.path.write_text("{}")
+        monkeypatch.setattr(stored_steps.pathlib.Path, "touch", refuse)
+    trained(config, tmp_path / "run", programs)
+    assert fault == "read-only" or not stored(programs)
 
 
 def test_what_the_program_depends_on_is_in_its_name(tmp_path, tiny_config, monkeypatch):
@@ -89,7 +166,12 @@ def test_what_the_program_depends_on_is_in_its_name(tmp_path, tiny_config, monke
     }
     with jax.default_matmul_precision("highest"):
         names.add(name())
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    for variable in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "LD_LIBRARY_PATH"):
+        monkeypatch.setenv(variable, "0.5")
+        names.add(name())
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: 570.86.15")
+    monkeypatch.setattr(stored_steps, "_DRIVER", driver)
     names.add(name())
     previous = jax.config.jax_default_prng_impl
     jax.config.update("jax_default_prng_impl", "rbg")
@@ -109,7 +191,7 @@ def test_what_the_program_depends_on_is_in_its_name(tmp_path, tiny_config, monke
         assert digest != before
         names.add(name())
     stored_steps._source_digest.cache_clear()
-    assert len(names) == 10
+    assert len(names) == 12
 
 
 def test_a_step_that_warns_is_not_kept_nor_one_of_several_tries(tmp_path, tiny_config, monkeypatch):
@@ -133,3 +215,9 @@ def test_the_folder_stays_small(tmp_path, monkeypatch):
         os.utime(path, (number, number))
     stored_steps._keep_small(tmp_path)
     assert [path.name for path in stored(tmp_path)] == ["2.step", "3.step"]
+    cut_off, at_work = tmp_path / ".4.step-abc", tmp_path / ".5.step-abc"  # as `write_atomically` calls them
+    for path, age in ((cut_off, 4000), (at_work, 0)):
+        path.write_bytes(b"x")
+        os.utime(path, (time.time() - age,) * 2)
+    stored_steps._keep_small(tmp_path)
+    assert not cut_off.exists() and at_work.exists()
