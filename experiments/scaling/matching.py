@@ -1,5 +1,7 @@
 """Models of as many parameters, or of as large a state, whatever their mixer."""
 
+import functools
+
 from experiments.language_modelling.state import state_numbers
 from rnnlib.models import ModelConfig, count_parameters
 
@@ -7,16 +9,27 @@ MULTIPLE = 8
 """Of which a feed-forward's hidden width is a multiple: tensor cores want it, and it is far finer than 1 %."""
 
 
-def match_parameters(config: ModelConfig, parameters: int) -> ModelConfig:
+@functools.cache
+def parameters(config: ModelConfig) -> int:
+    """All parameters of a model whose layers repeat after as many as there are names of mixers."""
+    rounds, rest = divmod(config.num_layers, len(config.mixers))
+    if rounds <= 2 or rest:
+        return count_parameters(config).total
+    # By shapes alone a model of many layers takes seconds: one round and a second one stand for all.
+    one, two = (count_parameters(config.replace(num_layers=n * len(config.mixers))).total for n in (1, 2))
+    return one + (rounds - 1) * (two - one)
+
+
+def match_parameters(config: ModelConfig, count: int) -> ModelConfig:
     """The model with the hidden width of its feed-forwards at which it comes closest to so many parameters.
 
     Raises:
         ValueError: the rest of the model has more than them already.
     """
-    least, next_one = (count_parameters(config.replace(mlp_width=n * MULTIPLE)).total for n in (1, 2))
-    steps = round((parameters - least) / (next_one - least))
+    least, next_one = (parameters(config.replace(mlp_width=n * MULTIPLE)) for n in (1, 2))
+    steps = round((count - least) / (next_one - least))
     if steps < 0:
-        raise ValueError(f"{parameters:,} parameters are too few: {least:,} with the narrowest feed-forwards")
+        raise ValueError(f"{count:,} parameters are too few: {least:,} with the narrowest feed-forwards")
     return config.replace(mlp_width=MULTIPLE * (1 + steps))
 
 

@@ -9,8 +9,8 @@ from experiments.language_modelling.report import chosen
 from experiments.language_modelling.report import write as write_size
 from experiments.language_modelling.state import state_numbers
 from experiments.language_modelling.study import LanguageStudy
+from experiments.scaling.matching import parameters
 from experiments.scaling.study import BASELINE, GATED_DELTANET, SIZES, study
-from rnnlib.models import count_parameters
 
 MARGIN, ALLOWANCE = 0.01, 0.02
 """What counts as equal, and what is allowed for seeds where a size has one; parts of bits per byte."""
@@ -68,8 +68,7 @@ def models_table() -> str:
         for mixer in plan.mixers:
             config = plan.model(mixer)
             states = [f"{state_numbers(config, length):,}" for length in (1, plan.train.data.sequence_length)]
-            parameters = f"{count_parameters(config).total:,}"
-            rows.append([size, mixer.label, parameters, str(config.feed_forward_width), *states])
+            rows.append([size, mixer.label, f"{parameters(config):,}", str(config.feed_forward_width), *states])
     header = ["size", "mixer", "parameters", "feed-forward", "state after 1 token, numbers", "after 4096"]
     return "\n".join(markdown_table(header, rows)) + "\n"
 

@@ -11,10 +11,10 @@ from experiments.language_modelling.state import state_numbers
 from experiments.language_modelling.study import RATES, LanguageStudy, Tests, model_config
 from experiments.language_modelling.study import study as language_study
 from experiments.long_context.text import LongText, write_long_text
-from experiments.scaling.matching import match_parameters, match_state
+from experiments.scaling.matching import match_parameters, match_state, parameters
 from rnnlib.data import DataConfig, Tokenizer
 from rnnlib.layers import ConvolutionConfig
-from rnnlib.models import ModelConfig, count_parameters
+from rnnlib.models import ModelConfig
 
 ScalingSetting = Literal["small", "25m", "60m", "135m"]
 SETTINGS: tuple[ScalingSetting, ...] = ("small", "25m", "60m", "135m")
@@ -80,12 +80,7 @@ def _matched(base: ModelConfig, mixer: Mixer) -> ModelConfig:
     config = model_config(base, mixer)
     if mixer.label == SMALLER_STATE:
         config = match_state(config, mixer.preset[0], state_numbers(model_config(base, GATED_DELTANET), 1))
-    return match_parameters(config, _baseline_parameters(base))
-
-
-@functools.cache
-def _baseline_parameters(base: ModelConfig) -> int:
-    return count_parameters(model_config(base, BASELINE)).total
+    return match_parameters(config, parameters(model_config(base, BASELINE)))
 
 
 def study(setting: ScalingSetting) -> ScalingStudy:

@@ -19,7 +19,7 @@ from experiments.language_modelling.state import state_numbers
 from experiments.language_modelling.study import model_config
 from experiments.mesanet_stability.report import verdicts as stability
 from experiments.mesanet_stability.study import ONE, TWO
-from experiments.scaling.matching import match_parameters
+from experiments.scaling.matching import match_parameters, parameters
 from experiments.scaling.report import shrinking, verdicts
 from experiments.scaling.study import BASELINE, GATED_DELTANET, MIXERS, SMALLER_STATE, study
 from rnnlib.data import load_tokenizer
@@ -29,10 +29,11 @@ from rnnlib.models import count_parameters
 def test_models_have_as_many_parameters_and_the_smaller_state_is_gated_deltanet_s():
     plan = study("25m")
     plan = dataclasses.replace(
-        plan, train=dataclasses.replace(plan.train, model=plan.train.model.replace(num_layers=2))
+        plan, train=dataclasses.replace(plan.train, model=plan.train.model.replace(num_layers=3))
     )
     models = {mixer.label: plan.model(mixer) for mixer in MIXERS}
     counts = {label: count_parameters(config).total for label, config in models.items()}
+    assert counts == {label: parameters(config) for label, config in models.items()}
     assert all(count == pytest.approx(counts[BASELINE.label], rel=0.003) for count in counts.values())
     states = {
         label: state_numbers(models[label], 1) for label in (GATED_DELTANET.label, "Gated KalmaNet", SMALLER_STATE)
