@@ -9,6 +9,7 @@ import tyro
 
 from rnnlib.cli.arguments import Folder, parse
 from rnnlib.cli.errors import CommandError, input_errors
+from rnnlib.cli.program import command_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,7 @@ def run(argv: Sequence[str]) -> int:
     from rnnlib.hub import load_pretrained, save_pretrained
     from rnnlib.hub.pretrained import Pretrained, tokenizer_folder
     from rnnlib.hub.special_tokens import copy_tokenizer_files
+    from rnnlib.tokenizers import ByteTokenizer
     from rnnlib.training import is_run, load_run
 
     with input_errors():
@@ -63,6 +65,9 @@ def run(argv: Sequence[str]) -> int:
         if tokens.resolve() != output.resolve():
             copy_tokenizer_files(tokens, output)
     print(f"{output}: {' '.join(sorted(path.name for path in output.iterdir()))}")
+    if isinstance(pretrained.tokenizer, ByteTokenizer):
+        usage = command_line("generate", output, "--tokenizer", "byte")
+        print(f"its tokens are bytes, which no file of this format says: {usage}")
     return 0
 
 

@@ -1,6 +1,7 @@
 """What a decoder language model is made of: one frozen dataclass, and the hybrid patterns of the papers."""
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -211,9 +212,12 @@ class ModelConfig:
         known = mixer_names()
         for name in self.mixers:
             if name != NONE and not _is_mixer(name, known):
+                near = difflib.get_close_matches(name, known, n=1)
+                perhaps = f" (perhaps {near[0]!r}?)" if near else ""
                 raise ValueError(
-                    f"mixers: {name!r} is no mixer; expected one of {', '.join(known)}, or one of your own, which is "
-                    "known after register_preset: run the script that calls it (python mine.py train | eval | generate)"
+                    f"mixers: {name!r} is no mixer{perhaps}; expected one of {', '.join(known)}, or one of your own, "
+                    "which is known after register_preset: run the script that calls it (python mine.py train | "
+                    "eval | generate)"
                 )
         for i, (name, feed_forward) in enumerate(zip(self.layer_mixers, self.layer_feed_forwards)):
             if name == NONE and (feed_forward == NONE or (feed_forward == "dense" and not self.feed_forward_width)):

@@ -18,6 +18,8 @@ IMPLEMENTATIONS = ("scan", "chunked", "triton", "mosaic")
 # Keeps a wrong argument short in an error message: `reprlib.repr` would print six nested lists, six levels deep.
 _SHORT = reprlib.Repr(maxlevel=2, maxlist=2, maxtuple=2)
 
+_FLOATING = "a floating dtype of at least 16 bits"
+
 
 def check_shape(operator: str, name: str, array: Array, *allowed: tuple[int, ...], axes: str) -> None:
     """Raises unless `array` has one of the shapes `allowed`.
@@ -53,7 +55,8 @@ def floating_arrays(operator: str, **arguments: Any) -> list[Any]:
         **arguments: arrays of JAX or NumPy. NumPy's float64 becomes float32 unless 64-bit types are enabled.
 
     Raises:
-        TypeError: an argument is no array or not of a floating dtype. The message names the argument.
+        TypeError: an argument is no array, or its dtype is not floating or has fewer than 16 bits. The message names
+            the argument.
     """
     arrays: list[Array | None] = []
     for name, argument in arguments.items():
@@ -62,16 +65,31 @@ def floating_arrays(operator: str, **arguments: Any) -> list[Any]:
             continue
         check_array(operator, name, argument)
         array = argument if isinstance(argument, Array) else jnp.asarray(argument)
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{operator}: {name} has dtype {array.dtype}, expected a floating dtype")
+        if not _is_floating(array.dtype):
+            raise TypeError(f"{operator}: {name} has dtype {array.dtype}, expected {_FLOATING}")
         arrays.append(array)
     return arrays
 
 
-def check_array(operator: str, name: str, argument: Any) -> None:
+def check_floating_dtype(operator: str, name: str, dtype: Any) -> None:
+    """Raises TypeError unless an argument is a floating dtype of at least 16 bits, or the name of one."""
+    try:
+        is_floating = _is_floating(jnp.dtype(dtype))
+    except TypeError:
+        is_floating = False
+    if not is_floating:
+        raise TypeError(f"{operator}: {name} is {_SHORT.repr(dtype)}, expected {_FLOATING}")
+
+
+def _is_floating(dtype: Any) -> bool:
+    """Whether a dtype is one that operators compute with; jax promotes narrower ones to no other dtype."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
+
+
+def check_array(operator: str, name: str, argument: Any, *, expected: str = "an array") -> None:
     """Raises TypeError if the argument has no shape or dtype, such as a list or a number."""
     if not hasattr(argument, "shape") or not hasattr(argument, "dtype"):
-        raise TypeError(f"{operator}: {name} is {_SHORT.repr(argument)}, expected an array")
+        raise TypeError(f"{operator}: {name} is {_SHORT.repr(argument)}, expected {expected}")
 
 
 def check_segment_ids(operator: str, segment_ids: Array | None, batch: int, length: int) -> None:
@@ -153,7 +171,7 @@ def check_rule(
 def check_chunk_size(operator: str, chunk_size: int) -> None:
     """Raises ValueError unless the chunk size is a power of two from 16 to 256."""
     if not isinstance(chunk_size, Integral) or chunk_size not in (16, 32, 64, 128, 256):
-        raise ValueError(f"{operator}: chunk_size is {chunk_size}, expected 16, 32, 64, 128 or 256")
+        raise ValueError(f"{operator}: chunk_size is {chunk_size!r}, expected 16, 32, 64, 128 or 256")
 
 
 def scaled_queries(operator: str, q: Array, scale: Any) -> tuple[Array, float]:
@@ -167,15 +185,19 @@ def scaled_queries(operator: str, q: Array, scale: Any) -> tuple[Array, float]:
 
     Raises:
         TypeError: `scale` is no number.
+        ValueError: `scale` is not finite.
     """
     if scale is None:
         return q, q.shape[-1] ** -0.5
     if isinstance(scale, jax.core.Tracer) and scale.shape == ():
         return (scale * q).astype(q.dtype), 1.0
     try:
-        return q, float(scale)
+        number = float(scale)
     except (TypeError, ValueError):
         raise TypeError(f"{operator}: scale is {_SHORT.repr(scale)}, expected a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{operator}: scale is {number}, expected a finite number")
+    return q, number
 
 
 def check_positive(operator: str, name: str, number: float) -> None:
@@ -208,12 +230,14 @@ def per_head(
         ValueError: a number is not finite or not positive, or an array has another shape.
         TypeError: the argument is neither a number nor an array, or the array is not floating.
     """
+    number = number.item() if isinstance(number, np.generic) else number
     if isinstance(number, (int, float)):
         if is_positive:
             check_positive(operator, name, number)
         elif not math.isfinite(number):
             raise ValueError(f"{operator}: {name} is {number}, expected a finite number")
         return jnp.full((heads,), number, dtype)
+    check_array(operator, name, number, expected="a number or an array")
     (array,) = floating_arrays(operator, **{name: number})
     check_shape(operator, name, array, (), (heads,), axes="a number or [H]")
     return jnp.broadcast_to(array.astype(dtype), (heads,))

@@ -140,7 +140,10 @@ def load_model(
         folder = tokenizer_folder(folder)
     found = pretrained.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
     if found is None:
-        raise RunError(f"{folder}: there is no {TOKENIZER_FILE}, expected one, or a tokenizer to be named")
+        raise RunError(
+            f"{folder}: there is no {TOKENIZER_FILE}, expected one, or tokenizer (--tokenizer): byte, or a "
+            "tokenizers JSON file"
+        )
     known = pretrained.model.config.vocabulary_size
     if isinstance(found, FileTokenizer) and run is None:
         try:

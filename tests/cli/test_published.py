@@ -157,7 +157,7 @@ def test_fine_tune_on_conversations(published, tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["train", "--init", "PUBLISHED", "--data.format", "chat"], "format is 'chat' and the source 'python'"),
-        (["generate", str(GOLDEN)], "there is no tokenizer.json, expected one, or a tokenizer to be named"),
+        (["generate", str(GOLDEN)], "there is no tokenizer.json, expected one, or tokenizer (--tokenizer): byte, or a"),
         (["eval", str(GOLDEN), "--tokenizer", "byte"], "the model has 100 tokens and the tokenizer 257"),
         (["train", "--init", str(GOLDEN)], "it has no tokenizer.json, expected one, or --data.tokenizer"),
         (["train", "--init", "PUBLISHED", "--model.width", "64"], "--model.width is not that of --init"),

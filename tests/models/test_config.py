@@ -76,6 +76,10 @@ def test_config_is_hashable_and_round_trips_through_plain_values():
         ({"mixers": ()}, "at least one mixer"),
         ({"mixers": 3}, "mixers is 3, expected"),
         ({"mixers": ("kda", "no_such_mixer")}, "'no_such_mixer' is no mixer; expected one of .*gated_deltanet"),
+        (
+            {"mixers": ("gated_deltane",)},
+            r"'gated_deltane' is no mixer \(perhaps 'gated_deltanet'\?\); expected one of",
+        ),
         ({"num_layers": 1, "mixers": ("kda", "attention")}, "2 entries"),
         ({"norm_bias": True}, "norm_bias=True: expected norm='layer', not 'rms'"),
         ({"mixers": ("none",), "mlp_ratio": 0}, "layer 0 has neither a mixer nor a feed-forward"),

@@ -17,6 +17,7 @@ from rnnlib import ops
         ({"log_decay": jnp.ones((1, 2, 2))}, ValueError, r"log_decay has shape \(1, 2, 2\)"),
         ({"initial_state": jnp.ones((1, 2, 3))}, ValueError, r"initial_state has shape \(1, 2, 3\)"),
         ({"center": jnp.ones((4,))}, ValueError, r"center has shape \(4,\), expected a number or \[H\]"),
+        ({"center": None}, TypeError, "center is None, expected a number or an array"),
         ({"segment_ids": jnp.ones((1, 3))}, TypeError, "segment_ids has dtype float32"),
         ({"bound": 2.5}, ValueError, "bound is 2.5, expected 1 <= bound <= 2"),
         ({"eps": 0.0}, ValueError, "eps is 0.0, expected a positive number"),
@@ -45,8 +46,10 @@ def test_bad_ridge_is_named(unchecked_shapes):
 
 
 def test_write_key_dtype_is_checked():
-    with pytest.raises(TypeError, match=r"write_key_dtype is .*int32"):
+    with pytest.raises(TypeError, match=r"write_key_dtype is .*int32.*, expected a floating dtype"):
         ops.precondition_key(jnp.ones((1, 3, 1, 4)), write_key_dtype=jnp.int32)
+    with pytest.raises(TypeError, match="precondition_key: write_key_dtype is 'halves', expected a floating dtype"):
+        ops.precondition_key(jnp.ones((1, 3, 1, 4)), write_key_dtype="halves")
 
 
 def test_squash_of_a_float16_gram_is_that_in_float32_rounded():

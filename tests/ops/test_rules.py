@@ -336,6 +336,10 @@ def test_bad_values_are_named(unchecked_shapes):
         ops.gated_delta_rule(**arguments, implementation="cuda")
     with pytest.raises(TypeError, match="q has dtype int32, expected a floating dtype"):
         ops.gated_delta_rule(**{**arguments, "q": jnp.ones(arguments["q"].shape, jnp.int32)})
+    with pytest.raises(TypeError, match="v has dtype float8_e4m3fn, expected a floating dtype of at least 16 bits"):
+        ops.gated_delta_rule(**{**arguments, "v": arguments["v"].astype(jnp.float8_e4m3fn)})
+    with pytest.raises(ValueError, match="chunk_size is '64', expected 16"):
+        ops.gated_delta_rule(**arguments, chunk_size="64")
     with pytest.raises(TypeError, match="segment_ids has dtype float32, expected an integer dtype"):
         ops.gated_delta_rule(**arguments, segment_ids=jnp.zeros((1, 150)))
     ids = np.array([[0] * 75 + [2**32] * 75])  # which jax cuts to 0
@@ -347,6 +351,8 @@ def test_bad_values_are_named(unchecked_shapes):
         ops.linear_attention(arguments["q"], arguments["k"], arguments["v"], write=0.5)
     with pytest.raises(TypeError, match="scale is 'large', expected a number"):
         ops.gated_delta_rule(**arguments, scale="large")
+    with pytest.raises(ValueError, match="scale is nan, expected a finite number"):
+        ops.gated_delta_rule(**arguments, scale=np.nan)
     with pytest.raises(ValueError, match=r"chunk_size is .*Tracer.*, expected 16"):
         jax.jit(ops.gated_delta_rule)(**arguments, chunk_size=64)
     with pytest.raises(ValueError, match=r"segment_ids has shape \(1, 3\), expected \[B, T\] = \(1, 150\)"):

@@ -233,7 +233,7 @@ def test_a_run_of_adapters(base, tmp_path, capsys):
     command = ["train", *base, "--optimizer.learning-rate", "1e-2", "--optimizer.schedule", "constant"]
     lora = ["--init", "published", "--lora.rank", "2", "--lora.alpha", "4", "--lora.targets", "query", "feed_forward"]
     lora += ["--data.tokenizer", "byte", "--optimizer.warmup-steps", "0"]
-    capsys.readouterr()
+    assert capsys.readouterr().out.endswith("generate published --tokenizer byte\n")  # bytes have no tokenizer.json
     assert main([*command, *lora, "--run", "lora", "--steps", "4"]) == 0
     factors = load_run("lora").factors
     assert len(factors) == 4

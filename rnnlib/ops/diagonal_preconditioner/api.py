@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from rnnlib.ops.arguments import check_rank, check_shape, floating_arrays
+from rnnlib.ops.arguments import check_floating_dtype, check_rank, check_shape, floating_arrays
 from rnnlib.ops.diagonal_preconditioner.evaluate import evaluate
 from rnnlib.ops.diagonal_preconditioner.inputs import gram_inputs
 from rnnlib.ops.diagonal_preconditioner.readouts import Gram, Preconditioner
@@ -165,8 +164,8 @@ def precondition_key(
     check_rank(name, "k", k, 4, axes="[B, T, H, K]")
     if gram_key is not None:
         check_shape(name, "gram_key", gram_key, k.shape, axes="the shape of k, [B, T, H, K]")
-    if write_key_dtype is not None and not jnp.issubdtype(write_key_dtype, jnp.floating):
-        raise TypeError(f"{name}: write_key_dtype is {write_key_dtype}, expected a floating dtype")
+    if write_key_dtype is not None:
+        check_floating_dtype(name, "write_key_dtype", write_key_dtype)
     inputs = gram_inputs(name, k if gram_key is None else gram_key, log_decay, gain)
     options: dict[str, Any] = dict(initial_state=initial_state, segment_ids=segment_ids, implementation=implementation)
     write_key, final, key = evaluate(

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from typing import cast
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.ops.arguments import (
     accumulation_dtype,
+    check_array,
     check_chunk_size,
     check_positive,
     check_rank,
@@ -88,11 +90,15 @@ def ridge_solve(
         inputs.
 
     Raises:
-        ValueError: a shape, `ridge`, `iterations`, `solver`, `chunk_size` or `implementation` is none of those above.
+        ValueError: a shape, `ridge`, `adaptive`, `iterations`, `solver`, `chunk_size` or `implementation` is none of
+            those above.
         TypeError: an argument is no array or not floating, `ridge` is no number, `segment_ids` is not of integers, or
             `solver` is no solver.
         NotImplementedError: the implementation named does not support the case.
     """
+    ridge = ridge.item() if isinstance(ridge, np.generic) else ridge
+    if not isinstance(ridge, (int, float)):
+        check_array(_NAME, "ridge", ridge, expected="a number or an array")
     array = None if isinstance(ridge, (int, float)) else ridge
     q, k, array, log_decay, initial_gram = floating_arrays(
         _NAME, q=q, k=k, ridge=array, log_decay=log_decay, initial_gram=initial_gram
@@ -112,7 +118,10 @@ def ridge_solve(
     check_segment_ids(_NAME, segment_ids, batch, length)
     check_chunk_size(_NAME, chunk_size)
     check_value(_NAME, "iterations", iterations, PositiveInteger)
+    check_value(_NAME, "adaptive", adaptive, bool)
     if isinstance(solver, str):
+        if solver not in METHODS:
+            raise ValueError(f"{_NAME}: solver is {solver!r}, expected one of {METHODS} or a Solver")
         solver = Solver(solver)
     elif not isinstance(solver, Solver):
         raise TypeError(f"{_NAME}: solver is {solver!r}, expected one of {METHODS} or a Solver")
