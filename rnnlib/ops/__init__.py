@@ -1,23 +1,34 @@
-"""Operators on arrays: pure functions, each with a token-by-token definition and faster implementations.
+"""Operators on arrays: pure functions, each with a reference implementation token by token and faster implementations.
 
-The path of a call from the public function to a kernel, for the delta rule (each line is one frame of a traceback):
+Where an operator's parts stand, here for the delta rule:
 
-    rnnlib.ops.sharding            call                     each device's rows and heads (see below)
-    rnnlib.ops.gated_delta_rule    gated_delta_rule         checks; the implementation: scan, chunked, triton or mosaic
-        .pallas                    gated_delta_rule_triton  compiled once by `jax.jit`
-    rnnlib.ops.derivatives         run                      derivatives beyond the first, by way of `chunked`
-    pallas_kernels.delta_rule.api  gated_delta_rule         dtypes, schedule, padding
-        .vjp                       chunked_pass             forward and backward: the stages, in order
-        .triton.wy                 prepare                  one stage: where each program finds its arrays
-    pallas_kernels.common.triton   call                     `pl.pallas_call`
+    rnnlib/ops/gated_delta_rule/api.py           the public function: checks, choice of an implementation
+                               reference.py      the recurrence token by token ("scan")
+                               xla_chunked.py    the chunk form in XLA, for any device ("chunked")
+                               pallas.py         the call of the kernels ("triton", "mosaic")
+    pallas_kernels/delta_rule/api.py             what kernels support; dtypes, launch configurations, padding
+                              config.py          launch configurations; those tuned for a GPU in tuned/
+                              vjp.py             the forward and the backward pass: the stages, in order
+                              triton/            a file a stage, for NVIDIA GPUs
+                              mosaic_gpu/        the same stages for Hopper GPUs
+    tests/ops/, tests/pallas_kernels/delta_rule/
 
-The other operators follow the same path: `api` checks the arguments and chooses an implementation, `reference` is the
-definition (`"scan"`), `xla_chunked` runs in XLA on any device (`"chunked"`), and `pallas` calls the kernels
-(`"triton"`; for `"mosaic"` some of their stages are Pallas' Mosaic GPU kernels, for Hopper GPUs). Rules with a state
+The other operators have the same files. Kernels of linear attention share `delta_rule`'s config. Rules with a state
 `[K, V]` share the code in `token_scan` and `chunk`; on a TPU `chunk_blocks` runs chunk forms block by block.
 
+The path of a call from the public function to a kernel; each line is one frame of a traceback:
+
+    rnnlib/ops/sharding.py                       call                      each device's rows and heads
+    rnnlib/ops/gated_delta_rule/api.py           gated_delta_rule
+    rnnlib/ops/gated_delta_rule/pallas.py        gated_delta_rule_triton
+    rnnlib/ops/derivatives.py                    run                       second derivatives, by way of "chunked"
+    pallas_kernels/delta_rule/api.py             gated_delta_rule
+    pallas_kernels/delta_rule/vjp.py             chunked_pass
+    pallas_kernels/delta_rule/triton/wy.py       wy_factors                the first of the stages
+    pallas_kernels/common/triton/backend.py      call                      `pl.pallas_call`
+
 Arrays may be sharded by rows and heads over mesh axes of type Explicit (see `sharding`), and within `jax.shard_map` by
-tokens (see `sequence`).
+tokens (see `context_parallel`).
 """
 
 from rnnlib.ops.causal_attention import causal_attention as causal_attention

@@ -27,3 +27,6 @@ def test_eight_frames_at_most_from_the_delta_rule_to_its_kernels(monkeypatch):
     assert list(frames) == ["delta_prepare", "delta_segment_maps", "delta_fold_segments", "delta_output"]
     for name, path in frames.items():
         assert len(path) <= 8, (name, path)
+    documented = [line.split()[:2] for line in ops.__doc__.partition("one frame of a traceback:")[2].splitlines()[2:10]]
+    for (file, function), frame in zip(documented, frames["delta_prepare"], strict=True):
+        assert frame.endswith(f"/{file}:{function}")

@@ -24,7 +24,7 @@ from rnnlib.ops.dplr.reference import DPLRInputs
 from rnnlib.ops.dplr.xla_chunked import dplr_chunked
 from rnnlib.ops.gated_delta_rule.pallas import gated_delta_rule_triton
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
-from rnnlib.ops.gates import Gates
+from rnnlib.ops.gates import ResolvedGates
 from rnnlib.ops.kernels import kernel_operators
 
 # The least log decay whose inverse is taken: the erase gate is at most e^5.
@@ -47,7 +47,7 @@ def two_steps(inputs: DPLRInputs) -> DeltaRuleInputs:
         erase = jnp.exp(-log_decay.astype(wide))
         log_decay = _in_turn(log_decay, jnp.zeros_like(log_decay))
     write = jnp.zeros((batch, length, heads), wide)
-    gates = Gates(_in_turn(erase, jnp.zeros_like(erase)), _in_turn(write, write + 1))
+    gates = ResolvedGates(_in_turn(erase, jnp.zeros_like(erase)), _in_turn(write, write + 1))
     if b.shape[2] != k.shape[2]:
         b, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (b, k))
     q = repeated(q)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from rnnlib.ops.gates import Gates
+from rnnlib.ops.gates import ResolvedGates
 from rnnlib.ops.token_scan import read_state, scan_rule
 
 
@@ -25,7 +25,7 @@ class DeltaRuleInputs(NamedTuple):
     q: Array
     k: Array
     v: Array
-    gates: Gates
+    gates: ResolvedGates
     write_key: Array | None
     log_decay: Array | None
 

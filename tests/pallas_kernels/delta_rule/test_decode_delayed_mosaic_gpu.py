@@ -19,7 +19,7 @@ from rnnlib import ops
 from rnnlib.layers import mixer_preset
 from rnnlib.ops import delayed_update
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
-from rnnlib.ops.gates import Gates
+from rnnlib.ops.gates import ResolvedGates
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, SHARED, Case, kernel_of, relative_error
 from tests.pallas_kernels.delta_rule.test_decode_delayed import HALF, LARGE, first_delayed, tokens_and_state
@@ -151,7 +151,7 @@ def test_layers_on_a_hopper_card_take_it_and_share_it(implementation, channels, 
 @pytest.mark.parametrize("check_vma, kernels", [(True, 0), (False, 1)])
 def test_inside_shard_map_that_checks_what_varies_the_other_kernel_serves(check_vma, kernels):
     def tokens(state, q, gate):
-        token = DeltaRuleInputs(q, q, q, Gates(gate, gate), None, -gate)
+        token = DeltaRuleInputs(q, q, q, ResolvedGates(gate, gate), None, -gate)
         delayed = without_pending(state, q, gate)
         out, delayed = delayed_update.delayed_token(token, delayed, scale=None)
         return out, delayed_update.flush(delayed)
