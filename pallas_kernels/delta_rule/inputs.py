@@ -23,6 +23,8 @@ class Inputs(NamedTuple):
         resets: None, or `[B, T]` int32, 1 at each token that starts a document.
         value_key: None, or `[B, T, H, K]` or `[B, T, HV, K]`, the key that values are written along where that is not
             the key that takes away what is erased (`dplr`).
+        diagonal: None (`write`), or `[B, T, HV]`, in place of `write` on what a token of linear attention reads of its
+            own write.
     """
 
     q: Array
@@ -35,6 +37,7 @@ class Inputs(NamedTuple):
     initial_state: Array | None = None
     resets: Array | None = None
     value_key: Array | None = None
+    diagonal: Array | None = None
 
 
 def make_inputs(
@@ -47,6 +50,7 @@ def make_inputs(
     log_decay: Array | None,
     initial_state: Array | None,
     segment_ids: Array | None,
+    diagonal: Array | None = None,
 ) -> Inputs:
     """Brings the matrices to one dtype and the gates to one that kernels load, and marks documents' first tokens."""
     dtype = jnp.result_type(q, k, v)
@@ -67,6 +71,7 @@ def make_inputs(
         log_decay=widened(log_decay),
         initial_state=widened(initial_state),
         resets=resets,
+        diagonal=widened(diagonal),
     )
 
 
@@ -93,6 +98,7 @@ def pad_inputs(inputs: Inputs, whole_chunks: bool = True) -> Inputs:
         initial_state=None if state is None else jnp.pad(state, [(0, 0), (0, 0), (0, keys), (0, values)]),
         resets=pad(inputs.resets, 0),
         value_key=pad(inputs.value_key, keys),
+        diagonal=pad(inputs.diagonal, 0),
     )
 
 

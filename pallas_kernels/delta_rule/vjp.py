@@ -32,6 +32,7 @@ class Options:
             gradient is one sum, rounded once.
         write_key_dtype: of the write key as it is given and of its gradient, where that is not the kernels' own.
         tokens: of a sequence before it is padded; None where it is not.
+        diagonal_size: rows of a token, where linear attention has a diagonal.
     """
 
     online: bool
@@ -40,6 +41,7 @@ class Options:
     tied_gates: bool = False
     write_key_dtype: Any = None
     tokens: int | None = None
+    diagonal_size: int = 1
 
     @property
     def sums_tied_gate(self) -> bool:

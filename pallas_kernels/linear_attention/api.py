@@ -1,5 +1,7 @@
 """The public function of linear attention, and which calls its kernels can serve."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -20,7 +22,14 @@ _FEWEST_CHUNKS = 4096
 
 
 def unsupported_reason(
-    q: Array, k: Array, v: Array, log_decay: Array | None, *, chunk_size: int = CHUNK, backend: str = "triton"
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array | None,
+    diagonal: Array | None = None,
+    *,
+    chunk_size: int = CHUNK,
+    backend: str = "triton",
 ) -> str | None:
     """Why a backend can't serve a call, as a noun phrase, or None if it can.
 
@@ -29,10 +38,16 @@ def unsupported_reason(
         k: keys `[B, T, H, K]`.
         v: values `[B, T, HV, V]`.
         log_decay: log decay, or None.
+        diagonal: gate on what a token reads of its own write, or None.
         chunk_size: tokens in a chunk.
         backend: `"triton"` or `"mosaic"`.
     """
     reason = delta_rule.unsupported_reason(q, k, v, log_decay, chunk_size=chunk_size)
+    if reason is None and diagonal is not None:
+        if is_channel_wise(log_decay):
+            return "a diagonal beside a decay of one number a channel"
+        if v.shape[1] == 1:
+            return "a diagonal for a single row"
     if reason is not None or backend == "triton":
         return reason
     if is_channel_wise(log_decay):
@@ -44,8 +59,8 @@ def unsupported_reason(
 
 
 def _narrow_heads(
-    v: Array, gates: tuple[Array | None, Array | None], initial_state: Array | None
-) -> tuple[Array, tuple[Array | None, Array | None], Array | None]:
+    v: Array, gates: tuple[Array | None, ...], initial_state: Array | None
+) -> tuple[Array, tuple[Array | None, ...], Array | None]:
     """Values of heads of at most 128 channels, and gates of one number a token and states to match.
 
     What one value channel of a state becomes does not depend on the others: parts of a head are heads that share a key.
@@ -53,14 +68,16 @@ def _narrow_heads(
     parts = max(1, v.shape[3] // _MOSAIC_SIZES[-1])
     if parts == 1:
         return v, gates, initial_state
-    decay, write = (x if x is None or x.ndim == 4 else jnp.repeat(x, parts, axis=2) for x in gates)
-    if write is not None and write.ndim == 4:
-        write = write.reshape(*v.shape[:2], -1, _MOSAIC_SIZES[-1])
+
+    def narrow(x):
+        return jnp.repeat(x, parts, axis=2) if x.ndim == 3 else x.reshape(*v.shape[:2], -1, _MOSAIC_SIZES[-1])
+
+    gates = tuple(None if x is None else narrow(x) for x in gates)
     if initial_state is not None:
         batch, heads, keys, _ = initial_state.shape
         initial_state = jnp.swapaxes(initial_state.reshape(batch, heads, keys, parts, -1), 2, 3)
         initial_state = initial_state.reshape(batch, heads * parts, keys, -1)
-    return v.reshape(*v.shape[:2], -1, _MOSAIC_SIZES[-1]), (decay, write), initial_state
+    return v.reshape(*v.shape[:2], -1, _MOSAIC_SIZES[-1]), gates, initial_state
 
 
 def _wide_heads(out: Array, state: Array, like: Array) -> tuple[Array, Array]:
@@ -84,6 +101,8 @@ def linear_attention(
     *,
     log_decay: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
     write: Float[Array, "B T HV"] | Float[Array, "B T HV V"] | None = None,
+    diagonal: Float[Array, "B T HV"] | None = None,
+    diagonal_size: int = 1,
     initial_state: Float[Array, "B HV K V"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     scale: float | None = None,
@@ -102,6 +121,10 @@ def linear_attention(
         v: values; value head `j` uses key head `j // (HV // H)`.
         log_decay: natural logarithm of the decay, `<= 0`, -inf included; None is no decay.
         write: gate on the value; None is 1.
+        diagonal: gate in place of `write`, one number a token too, on what a token reads of its own write; None is
+            `write`. Write gates below 2^-32 then count as 2^-32.
+        diagonal_size: rows of a token, a power of two of at most 64: a row reads what all of them write by its
+            `diagonal`, with no decay between them.
         initial_state: the state before the first token; None is zero.
         segment_ids: the state restarts where the id changes; the first token continues `initial_state`.
         scale: factor on the output; None is `K ** -0.5`.
@@ -118,13 +141,15 @@ def linear_attention(
         ValueError: `backend` is neither.
     """
     expect_backend("linear_attention", backend, "triton", "mosaic")
-    reason = unsupported_reason(q, k, v, log_decay, chunk_size=chunk_size, backend=backend)
+    reason = unsupported_reason(q, k, v, log_decay, diagonal, chunk_size=chunk_size, backend=backend)
     refuse("linear_attention", reason, backend)
     values = v
     if backend == "mosaic":
-        v, (log_decay, write), initial_state = _narrow_heads(v, (log_decay, write), initial_state)
-    inputs = make_inputs(q, k, v, None, None, write, log_decay, initial_state, segment_ids)
+        gates = log_decay, write, diagonal
+        v, (log_decay, write, diagonal), initial_state = _narrow_heads(v, gates, initial_state)
+    inputs = make_inputs(q, k, v, None, None, write, log_decay, initial_state, segment_ids, diagonal)
     options, inputs = call_options(inputs, scale=scale, config=config, online=False)
+    options = dataclasses.replace(options, diagonal_size=diagonal_size)
     if is_sum(inputs, online=False):
         inputs = with_gate_in_values(inputs)
         run = linear_pass
@@ -136,7 +161,8 @@ def linear_attention(
         from pallas_kernels.linear_attention.mosaic_gpu import vjp
 
         padded = pad_inputs(inputs)
-        out, state = crop_results(inputs, vjp.linear_pass(vjp.choose_options(padded, options.scale), padded))
+        mosaic_options = vjp.choose_options(padded, options.scale, diagonal_size)
+        out, state = crop_results(inputs, vjp.linear_pass(mosaic_options, padded))
         out, state = _wide_heads(out, state, values)
     else:
         out, state = crop_results(inputs, run(options, pad_inputs(inputs)))

@@ -2,11 +2,35 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.decay import MIN_LOG_DECAY
+from pallas_kernels.common.decay import MIN_LOG_DECAY, divisible
 from pallas_kernels.delta_rule.inputs import Inputs
+
+
+def with_divisible_gate(inputs: Inputs) -> Inputs:
+    """Inputs whose write gate may be divided by, where there is a diagonal, on which that gate has no part."""
+    if inputs.diagonal is None or inputs.write is None:
+        return inputs
+    return inputs._replace(write=divisible(inputs.write.astype(jnp.float32)))
+
+
+def diagonal_gradient(inputs: Inputs, d_out: Array, size: int, scale: float) -> Array:
+    """The gradient of a diagonal `[B, T, HV]`: `scale * sum_s (q_r . k_s) (do_r . v_s)` over the rows s of r's token."""
+    batch, length, heads = inputs.v.shape[:3]
+
+    def by_token(x):
+        x = x.astype(jnp.float32).reshape(batch, length // size, size, x.shape[2], x.shape[3])
+        return jnp.repeat(x, heads // x.shape[3], axis=3)
+
+    q, k, v, d_out = map(by_token, (inputs.q, inputs.k, inputs.v, d_out))
+    total = jnp.zeros(q.shape[:4], jnp.float32)
+    for s in range(size):
+        total += jnp.sum(q * k[:, :, s : s + 1], axis=-1) * jnp.sum(d_out * v[:, :, s : s + 1], axis=-1)
+    assert inputs.diagonal is not None
+    return (scale * total).reshape(batch, length, heads).astype(inputs.diagonal.dtype)
 
 
 def dtype_of_parts(like: Array, inputs: Inputs) -> Any:

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.decay import split_gate
 from pallas_kernels.common.kernel_shape import CHUNK, split_range
-from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_nt, dot_tn, load_tile
+from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_nt, dot_tn, iota, load_tile
 from pallas_kernels.common.triton.chunks import keep_factor, load_row, loop, product, sequence_grid
 from pallas_kernels.common.triton.decay import ChunkDecay, causal_mask
 from pallas_kernels.common.triton.decay_rows import Rows, decay_rows, loaded_decay
@@ -116,7 +116,22 @@ def _scan_kernel(r, *, num_splits: int, ahead: int, reverse: bool):
                 state = keeps * state + added[n - start]
 
 
-def _sums_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool, transposed: bool, keeps_own_apart: bool):
+def _is_own(size: int) -> Array:
+    """The pairs of a token of `size` rows with itself, `[C, C]`."""
+    row, column = (lax.div(iota((CHUNK, CHUNK), axis), jnp.int32(size)) for axis in (0, 1))
+    return row == column
+
+
+def _sums_kernel(
+    r,
+    *,
+    kernel_shape: KernelShape,
+    block: int,
+    reverse: bool,
+    transposed: bool,
+    keeps_own_apart: bool,
+    diagonal_size: int,
+):
     split = lax.rem(pl.program_id(2), kernel_shape.num_splits)
     first, count = split_range(kernel_shape, split)
     state = jnp.zeros((kernel_shape.key_size, block), jnp.float32)
@@ -132,15 +147,23 @@ def _sums_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool, tra
         if r.states is not None:
             r.states[n, :, :] = state.astype(r.states.dtype)
         far = dot(reader, state.astype(reader.dtype))
-        pairs = weigh_pairs(dot_nt(reader, key), loaded_decay(r, rows), strict=False, reverse=reverse)
-        if gate is not None and reverse:
+        unweighted = dot_nt(reader, key)
+        pairs = weigh_pairs(unweighted, loaded_decay(r, rows), strict=False, reverse=reverse)
+        diagonal_gate = load_row(r.diagonal, rows)
+        if gate is not None and reverse and diagonal_gate is not None:
+            pairs, factor = pairs * gate[:, None], product(gate, factor)  # `with_divisible_gate`
+        elif gate is not None and reverse:
             # On the pairs before they are rounded, as in the other direction: in the decay's gradient they cancel.
             divisor, rest = split_gate(gate)
             pairs, factor = pairs * divisor[:, None], product(divisor, factor)
         elif gate is not None:
             pairs = pairs * gate[None, :]
-        own = None
-        if keeps_own_apart:
+        own = own_pairs = None
+        if diagonal_gate is not None:
+            is_own = _is_own(diagonal_size)
+            own_pairs = jnp.where(is_own, unweighted * jnp.expand_dims(diagonal_gate, 0 if reverse else 1), 0.0)
+            pairs = jnp.where(is_own, 0.0 if keeps_own_apart else own_pairs, pairs)
+        elif keeps_own_apart:
             own = kernel_shape.scale * diagonal(pairs, axis=1)
             pairs = jnp.where(causal_mask(ChunkDecay(None, None, None), strict=True, reverse=reverse), pairs, 0.0)
         far = kernel_shape.scale * product(factor, far)
@@ -155,6 +178,8 @@ def _sums_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool, tra
         out = far + near
         if own is not None:
             out = out + own[:, None] * value.astype(jnp.float32)
+        if own_pairs is not None and keeps_own_apart:
+            out = out + kernel_shape.scale * dot_halves(own_pairs, value)
         r.out[rows, :] = product(rest, out).astype(r.out.dtype)
         keeps = keep_factor(r.kept, n)
         if r.crossed is not None:
@@ -184,6 +209,7 @@ def _gates(kernel_shape: KernelShape, inputs: Inputs, rows: Rows, at, reverse: b
         "writes": row(rows.from_start if reverse else rows.to_end, p.length),
         "kept": row(rows.kept, p.chunks),
         "gate": p.of_token(inputs.write, p.length, at),
+        "diagonal": p.of_token(inputs.diagonal, p.length, at),
     }
 
 
@@ -235,6 +261,7 @@ def states_of_splits(
         {
             **_gates(p, inputs, rows, at, reverse),
             **({"gate": None} if reverse else {}),
+            "diagonal": None,
             "key": p.of_token(key, p.length, lambda *g: (*at(*g)[:3], 0), p.key_size),
             "value": p.of_token(value, p.length, at, block),
         },
@@ -287,6 +314,7 @@ def sums(
     dtype: Any = None,
     product_with: Array | None = None,
     keeps_own_apart: bool = False,
+    diagonal_size: int = 1,
     with_states: bool = False,
     states: Array | None = None,
 ) -> Sums:
@@ -305,6 +333,7 @@ def sums(
         product_with: `[B, T, heads, D]`, whose products with the rows of the result are wanted.
         keeps_own_apart: whether these products leave out a token's pair with itself. That pair has no decay. In the
             decay's gradient, a difference of products, only its rounding error would be left.
+        diagonal_size: rows of a token, where there is a diagonal.
         with_states: whether what is before each chunk is wanted.
         states: the same of another sum, whose products with this one's are wanted.
     """
@@ -364,5 +393,6 @@ def sums(
         reverse=reverse,
         transposed=transposed,
         keeps_own_apart=keeps_own_apart,
+        diagonal_size=diagonal_size,
     )
     return Sums(**results)  # type: ignore[arg-type]

@@ -15,7 +15,13 @@ from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.vma import batch_alike
 from pallas_kernels.delta_rule.inputs import Inputs, kernel_shape_of
 from pallas_kernels.delta_rule.vjp import Options
-from pallas_kernels.linear_attention.gradients import dtype_of_parts, of_key_heads, without_flat
+from pallas_kernels.linear_attention.gradients import (
+    diagonal_gradient,
+    dtype_of_parts,
+    of_key_heads,
+    with_divisible_gate,
+    without_flat,
+)
 from pallas_kernels.linear_attention.triton import Places, rows_of, states_of_splits, sums
 
 
@@ -33,23 +39,32 @@ def linear_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
-    kernel_shape, config, x = _problem(options, inputs), options.config, inputs
+    kernel_shape, config, x = _problem(options, inputs), options.config, with_divisible_gate(inputs)
     launches = config.increments, config.scan
     rows = rows_of(kernel_shape, x)
     split_states = states_of_splits(kernel_shape, x, rows, x.k, x.v, x.initial_state, launches)
-    found = sums(kernel_shape, x, rows, Places(x.q, x.k, x.v), split_states, config.sums)
+    found = sums(
+        kernel_shape,
+        x,
+        rows,
+        Places(x.q, x.k, x.v),
+        split_states,
+        config.sums,
+        diagonal_size=options.diagonal_size,
+    )
     return batch_alike(inputs, (found.out, found.end)), (inputs, rows, split_states)
 
 
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
-    x, rows, split_states = residuals
+    inputs, rows, split_states = residuals
+    x, size = with_divisible_gate(inputs), options.diagonal_size
     d_out, d_final_state = cotangents
     kernel_shape, launch = _problem(options, x), options.config.gradient_sums
     swapped = dataclasses.replace(kernel_shape, key_size=kernel_shape.value_size, value_size=kernel_shape.key_size)
-    has_decay = x.log_decay is not None
+    has_decay, has_diagonal = x.log_decay is not None, x.diagonal is not None
     # Whether a token's pair with itself is kept out of the decay's gradient. In bfloat16 this would spill registers and
     # take a tenth longer, and it changes only gradients below 1e-4 of a mild decay's.
-    is_exact = has_decay and x.q.dtype == jnp.float32
+    is_exact = has_decay and (x.q.dtype == jnp.float32 or size > 1)
     # The kernel multiplies its sums by the scale at the end, the first state included: hence the division.
     launches = options.config.increments, options.config.scan
     ends = states_of_splits(
@@ -66,6 +81,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         dtype=dtype_of_parts(x.q, x),
         product_with=x.q if has_decay else None,
         keeps_own_apart=is_exact,
+        diagonal_size=size,
         with_states=has_decay,
     )
     d_k = sums(
@@ -80,6 +96,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         dtype=dtype_of_parts(x.k, x),
         product_with=x.k if has_decay else None,
         keeps_own_apart=is_exact,
+        diagonal_size=size,
         states=d_q.states,
     )
     d_v = sums(
@@ -91,9 +108,13 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         launch,
         reverse=True,
         product_with=None if x.write is None else x.v,
+        keeps_own_apart=has_diagonal and x.write is not None,
+        diagonal_size=size,
     )
     divisor = rest = None
-    if x.write is not None:
+    if x.write is not None and has_diagonal:
+        divisor = x.write
+    elif x.write is not None:
         divisor, rest = split_gate(x.write.astype(jnp.float32))
     d_write = None if divisor is None else _sum_parts(d_v.products) / divisor
     d_log_decay = None
@@ -105,9 +126,10 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         q=of_key_heads(d_q.out, x.q),
         k=of_key_heads(d_k.out, x.k),
         v=d_v.out,
-        write=None if d_write is None else d_write.astype(x.write.dtype),
+        write=None if d_write is None else d_write.astype(inputs.write.dtype),
         log_decay=d_log_decay,
         initial_state=None if x.initial_state is None else (kernel_shape.scale * d_v.end).astype(x.initial_state.dtype),
+        diagonal=diagonal_gradient(x, d_out, size, kernel_shape.scale) if has_diagonal else None,
     )
     return (gradients,)
 

@@ -354,7 +354,7 @@ class TrapezoidalGates(Gain):
                 "TrapezoidalGain: the decay gives no step per head, expected a scalar SoftplusDecay beside it"
             )
         share = jax.nn.sigmoid(inputs["write_gate"].astype(self.dtype))
-        return Gates(write=share * decay.step, previous=(1.0 - share) * decay.step * jnp.exp(decay.log_decay))
+        return Gates(write=share * decay.step, previous=(1.0 - share) * decay.step)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rnnlib.layers.base import MixerShape
 from rnnlib.layers.input_projection import ProjectedInput
 from rnnlib.layers.solve import OperatorOptions, RecurrenceInputs, SolveConfig, Solver
 from rnnlib.ops.arguments import matmul_precision
-from rnnlib.ops.context_parallel import current_axis, document_starts, token_before
+from rnnlib.ops.context_parallel import current_axis, document_starts, of_first, of_last, token_after
 
 
 class TrapezoidalState(NamedTuple):
@@ -36,7 +36,7 @@ class Trapezoidal(SolveConfig):
     """Linear attention, `S_t = alpha_t S_(t-1) + eta_t sum_r k_(t-1,r) v_(t-1,r)^T + zeta_t sum_r k_(t,r) v_(t,r)^T`.
 
     Mamba-3's recurrence (Gated DeltaNet-2 paper, table 1 with equation 16), with the gain axis's `write` as zeta and
-    `previous` as eta; nothing of the previous token is written where a document starts. Read by
+    `previous` as eta / alpha; nothing of the previous token is written where a document starts. Read by
     `o_t = sum_r c_r * S_t^T q_(t,r)`.
 
     Attributes:
@@ -65,16 +65,18 @@ class Trapezoidal(SolveConfig):
 
 
 class TrapezoidalSolver(Solver):
-    """Calls `rnnlib.ops.linear_attention` with the previous tokens' keys and values, and adds each token's own.
+    """Calls `rnnlib.ops.linear_attention` with a gate of its own on what a token reads of its own write.
 
-    Without the token's own write, the state at token t is
-    `P_t = alpha_t P_(t-1) + (eta_t + alpha_t zeta_(t-1)) k_(t-1) v_(t-1)^T`: linear attention with shifted keys and
-    values. R pairs of a token are R steps of linear attention, of which only the first decays.
+    Later tokens read token t's pairs by `zeta_t + eta_(t+1) / alpha_(t+1)`, which the next token has part in; the token
+    itself reads them by `zeta_t`, the operator's `diagonal`. The gain gives `eta / alpha`, so that nothing is divided.
+    R pairs of a token are R rows of linear attention, of which only the first decays.
     """
 
     def __init__(self, shape: MixerShape, options: OperatorOptions):
         self.shape = shape
         self.options = options
+        # Rows of a token for the operator, a power of two; those above the rank are zeros.
+        self.rows = 1 << (shape.mimo_rank - 1).bit_length()
         rank, several = shape.mimo_rank, shape.mimo_rank > 1
 
         def equal_weights() -> nnx.Param:
@@ -100,77 +102,76 @@ class TrapezoidalSolver(Solver):
         gates, keys, log_decay = recurrence_inputs.gates, recurrence_inputs.keys, recurrence_inputs.decay.log_decay
         if gates.previous is None or gates.write is None or gates.erase is not None or log_decay is None:
             raise ValueError("Trapezoidal: the gain gives no gate on the previous token, expected TrapezoidalGain")
-        initial_memory, first_key, first_value = (None, None, None) if state is None else state
-        query = self._per_value_head(keys.query)
-        key = self._per_value_head(keys.written)
-        value = recurrence_inputs.value
-        key_before, value_before = _shift(key, first_key), _shift(value, first_value)
-        # The state already includes the write of the token before the first.
-        write_before = _shift(gates.write)
-        write_before = gates.previous + jnp.exp(log_decay) * write_before
+        value, axis = recurrence_inputs.value, current_axis()
+        query, key = (self._by_row(y) for y in (keys.query, keys.written))
+        previous, memory = gates.previous, None
+        if state is not None:
+            # The token before the first is in the state, but for what the first adds to it.
+            first = previous[:, 0] if axis is None else of_first(previous[:, 0], axis)
+            memory = state.memory + self._write(first, state.key, state.value)
         if segment_ids is not None:
-            write_before = jnp.where(document_starts(segment_ids)[..., None], 0.0, write_before)
+            previous = jnp.where(document_starts(segment_ids)[..., None], 0.0, previous)
+        after = jnp.zeros_like(previous[:, 0]) if axis is None else token_after(previous, axis)
+        write = gates.write + jnp.concatenate([previous[:, 1:], after[:, None]], axis=1)
 
-        rank = self.shape.mimo_rank
+        rows = self.rows
         out, memory = ops.linear_attention(
-            _steps(query),
-            _steps(key_before),
-            _steps(self._values(value_before)),
-            log_decay=_steps(jnp.pad(log_decay[..., None, None], ((0, 0),) * 3 + ((0, rank - 1), (0, 0))))[..., 0],
-            write=jnp.repeat(write_before, rank, axis=1),
-            initial_state=initial_memory,
-            segment_ids=None if segment_ids is None else jnp.repeat(segment_ids, rank, axis=1),
+            query,
+            key,
+            self._values(value),
+            log_decay=_in_first_row(log_decay, rows),
+            write=jnp.repeat(write, rows, axis=1),
+            diagonal=jnp.repeat(gates.write, rows, axis=1),
+            diagonal_size=rows,
+            initial_state=memory,
+            segment_ids=None if segment_ids is None else jnp.repeat(segment_ids, rows, axis=1),
             **self.options.arguments(),
         )
-        out = self._sum_reads(jnp.moveaxis(out.reshape(*value.shape[:2], rank, *value.shape[2:]), 2, 3))
-        out = out + self._read(query, key, value, gates.write, jnp.ones((rank, rank)))
-        if rank > 1:
-            # Query r stands at step r, but reads all R pairs.
-            out = out + self._read(query, key_before, value_before, write_before, jnp.triu(jnp.ones((rank, rank)), 1))
-        dtype = self.shape.gate_dtype
-        last_values = self._values(value[:, -1])
-        last = gates.write[:, -1, :, None, None] * key[:, -1].astype(dtype)
-        precision = matmul_precision(key, last_values)
-        memory = memory + jnp.einsum("bhrk,bhrv->bhkv", last, last_values.astype(dtype), precision=precision)
-        new = TrapezoidalState(memory, *(y[:, -1].astype(dtype) for y in (key, value)))
-        return out.astype(value.dtype), new
+        last_key = keys.written[:, -1:].reshape(len(value), 1, -1, *self.shape_of_keys)
+        last = self.shape.repeat_key_heads(last_key)[:, 0], value[:, -1]
+        if axis is not None:
+            last = tuple(of_last(x, axis) for x in last)
+        return self._sum_reads(out, value), TrapezoidalState(memory, *(x.astype(self.shape.gate_dtype) for x in last))
 
-    def _per_value_head(self, y: Array) -> Array:
-        """Keys or queries of any heads, `[B, T, HV, R, K]`."""
-        return self.shape.repeat_key_heads(y.reshape(*y.shape[:2], -1, self.shape.mimo_rank, self.shape.key_size))
+    @property
+    def shape_of_keys(self) -> tuple[int, int]:
+        """R and K."""
+        return self.shape.mimo_rank, self.shape.key_size
+
+    def _by_row(self, y: Array) -> Array:
+        """Keys or queries of any heads, with R of each token, row by row: `[B, T * rows, heads, K]`."""
+        rank, size = self.shape_of_keys
+        if rank == 1:
+            return y
+        y = jnp.moveaxis(y.reshape(*y.shape[:2], -1, rank, size), 3, 2)
+        return _by_row(y, self.rows)
 
     def _values(self, value: Array) -> Array:
-        """The R values `[..., HV, R, V]` of each value `[..., HV, V]`."""
+        """The R values of each value `[B, T, HV, V]`, row by row: `[B, T * rows, HV, V]`."""
         if self.value_scale is None:
-            return value[..., None, :]
-        return value[..., None, :] * self._per_head(self.value_scale).astype(value.dtype)
+            return value
+        return _by_row(value[:, :, None] * self._by_rank(self.value_scale).astype(value.dtype), self.rows)
 
-    def _sum_reads(self, out: Array) -> Array:
-        """The R queries' outputs `[B, T, HV, R, V]`, summed with their weights."""
-        return out[..., 0, :] if self.read_scale is None else jnp.sum(out * self._per_head(self.read_scale), axis=-2)
+    def _sum_reads(self, out: Array, value: Array) -> Array:
+        """What the R rows of each token read, summed with their weights: as `value`, `[B, T, HV, V]`."""
+        if self.read_scale is None:
+            return out
+        out = out.reshape(*value.shape[:2], self.rows, *value.shape[2:])[:, :, : self.shape.mimo_rank]
+        return jnp.sum(out * self._by_rank(self.read_scale), axis=2).astype(value.dtype)
 
-    def _per_head(self, scale: nnx.Param) -> Array:
+    def _by_rank(self, scale: nnx.Param) -> Array:
+        """Learned weights, `[R, HV, V]`."""
         shape = self.shape
-        return scale[...].astype(shape.gate_dtype).reshape(shape.value_heads, shape.mimo_rank, shape.value_size)
+        by_head = scale[...].astype(shape.gate_dtype).reshape(shape.value_heads, shape.mimo_rank, shape.value_size)
+        return jnp.swapaxes(by_head, 0, 1)
 
-    def _read(self, query: Array, key: Array, value: Array, write: Array, seen: Array) -> Array:
-        """What each token's queries read of R pairs, summed: pair j by query r where `seen[r, j]` is 1.
-
-        `sum_rj c_r * (w_rj u_j * v) = v * sum_rj w_rj (c_r * u_j)`, with `w_rj = q_r . k_j`: nothing has R values.
-        """
-        rank, dtype = self.shape.mimo_rank, self.shape.gate_dtype
-        query, key = query.astype(dtype), key.astype(dtype)
-        # Pair by pair, sums of products, since R is 1 or 4: as fast on a GPU as a batch of matrix products, and faster
-        # on a CPU. [B, T, HV, R, R]
-        weights = jnp.stack([jnp.sum(query * key[..., j : j + 1, :], axis=-1) for j in range(rank)], axis=-1)
-        scale = self.shape.key_size**-0.5 if self.options.scale is None else self.options.scale
-        weights = weights * scale * write[..., None, None] * seen.astype(dtype)
-        if self.value_scale is None or self.read_scale is None:
-            return weights[..., 0] * value.astype(dtype)
-        # [HV, R, R, V]
-        mixing = self._per_head(self.read_scale)[:, :, None] * self._per_head(self.value_scale)[:, None]
-        precision = matmul_precision(query, value)
-        return value.astype(dtype) * jnp.einsum("bthrj,hrjv->bthv", weights, mixing, precision=precision)
+    def _write(self, gate: Array, key: Array, value: Array) -> Array:
+        """What one token adds to the state, `[B, HV, K, V]`, of its keys `[B, HV, R, K]` and its value `[B, HV, V]`."""
+        values = value[:, :, None]
+        if self.value_scale is not None:
+            values = values * jnp.swapaxes(self._by_rank(self.value_scale), 0, 1)
+        precision = matmul_precision(key, values)
+        return jnp.einsum("bhrk,bhrv->bhkv", gate[:, :, None, None] * key, values, precision=precision)
 
     def init_state(self, batch_size: int) -> TrapezoidalState:
         """The state before the first token: zeros."""
@@ -180,15 +181,13 @@ class TrapezoidalSolver(Solver):
         return TrapezoidalState(*(jnp.zeros((batch_size, *size), shape.gate_dtype) for size in sizes))
 
 
-def _shift(y: Array, first: Array | None = None) -> Array:
-    """`y` `[B, T, ...]` one token later, `first` `[B, ...]` in front, or zeros, or the device's before."""
-    axis = current_axis()
-    if first is None and axis is not None:
-        first = token_before(y, axis)
-    row = jnp.zeros_like(y[:, :1]) if first is None else first[:, None].astype(y.dtype)
-    return jnp.concatenate([row, y[:, :-1]], axis=1)
+def _by_row(y: Array, rows: int) -> Array:
+    """R rows a token, and zeros up to `rows`: `[B, T, R, H, X]` to `[B, T * rows, H, X]`."""
+    y = jnp.pad(y, ((0, 0), (0, 0), (0, rows - y.shape[2]), (0, 0), (0, 0)))
+    return y.reshape(y.shape[0], -1, *y.shape[3:])
 
 
-def _steps(y: Array) -> Array:
-    """R steps a token: `[B, T, H, R, X]` to `[B, T * R, H, X]`."""
-    return jnp.moveaxis(y, 3, 2).reshape(y.shape[0], -1, y.shape[2], y.shape[4])
+def _in_first_row(log_decay: Array, rows: int) -> Array:
+    """`[B, T, H]` as `[B, T * rows, H]`: the first row of each token decays."""
+    batch, _, heads = log_decay.shape
+    return jnp.pad(log_decay[:, :, None], ((0, 0), (0, 0), (0, rows - 1), (0, 0))).reshape(batch, -1, heads)

@@ -136,6 +136,17 @@ def tokens_before(
     return jnp.where(lax.axis_index(axis) == 0, first, before)
 
 
+def of_first(x: Array, axis: str) -> Array:
+    """The first device's `x`, on each device."""
+    return lax.psum(jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x)), axis)
+
+
+def token_after(x: Array, axis: str) -> Array:
+    """The token after this device's shard, `[B, ...]` of `x` `[B, T, ...]`; zeros on the last device."""
+    size = lax.axis_size(axis)
+    return lax.ppermute(x[:, 0], axis, [(i + 1, i) for i in range(size - 1)])
+
+
 def token_before(x: Array, axis: str) -> Array:
     """The token before this device's shard, of any document, `[B, ...]` of `x` `[B, T, ...]`; zeros on the first."""
     return from_before(x[:, -1], axis)

@@ -18,7 +18,7 @@ def read_state(state: Array, key: Array) -> Array:
     return jnp.einsum("bhrkv,bhrk->bhrv", state, key)
 
 
-@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("scale",), inline=True)
+@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("scale", "rows"), inline=True)
 def scan_rule(
     token_step: Callable[[Array, Any], tuple[Array, Array]],
     inputs: Any,
@@ -26,6 +26,7 @@ def scan_rule(
     segment_ids: Array | None,
     *,
     scale: float,
+    rows: int | None = None,
 ) -> tuple[Array, Array]:
     """Evaluates a rule with `jax.lax.scan` over tokens.
 
@@ -36,6 +37,7 @@ def scan_rule(
         initial_state: None (zero) or `[B, HV, K, V]`.
         segment_ids: None or `[B, T]`.
         scale: factor on the output.
+        rows: of a token, where it has several: T is a multiple of them, and `token_step` takes and returns `[rows, ...]`.
 
     Returns:
         Output `[B, T, HV, V]` in `v`'s dtype and final state `[B, HV, K, V]` in float32 (float64 for float64 inputs).
@@ -45,6 +47,9 @@ def scan_rule(
     value_heads, value_size = inputs.v.shape[2:]
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), group_inputs(inputs))
     resets = None if segment_ids is None else jnp.moveaxis(resets_of(segment_ids), 1, 0)
+    if rows is not None:
+        tokens = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), tokens)
+        resets = None if resets is None else resets[::rows]
     state_shape = (batch, heads, value_heads // heads, key_size, value_size)
     state = jnp.zeros(state_shape, dtype) if initial_state is None else initial_state.astype(dtype).reshape(state_shape)
     state, tokens, resets = pvary_together((state, tokens, resets))
@@ -58,5 +63,7 @@ def scan_rule(
 
     with jax.default_matmul_precision("highest"):
         state, out = jax.lax.scan(step, state, (tokens, resets))
+    if rows is not None:
+        out = out.reshape(-1, *out.shape[2:])
     out = merge_heads(jnp.moveaxis(out, 0, 1)).astype(inputs.v.dtype)
     return out, state.reshape(batch, value_heads, key_size, value_size)

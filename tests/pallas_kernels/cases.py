@@ -22,7 +22,8 @@ class Case:
 
     `shift` makes the decay milder: it is added to the logits whose log-sigmoid the log decay is. `gate_dtype` is of
     erase and write gate; None is `dtype`. With `write="shared"` gates are tied, the erase gate is both, and some of its
-    numbers are 0 or next to it.
+    numbers are 0 or next to it. `diagonal` is the rows of a token, with a gate on what a token reads of itself; some of
+    its write gates are then 0.
     """
 
     shape: tuple[int, ...]  # B, T, H, HV, K, V
@@ -38,6 +39,7 @@ class Case:
     segments: int = 1
     dtype: Any = jnp.float32
     gate_dtype: Any = None
+    diagonal: int = 0
 
     def __str__(self) -> str:
         parts = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(type(self), name, None)]
@@ -92,6 +94,12 @@ def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, jax.Array], jax.Ar
     ids = None
     if case.packed:
         ids = jnp.asarray(np.cumsum(random.random((batch, length)) < 0.06, axis=1), jnp.int32)
+    if case.diagonal:
+        arrays["diagonal"] = jnp.asarray(sigmoid(SCALAR, 1), jnp.float32)
+        if "write" in arrays:
+            arrays["write"] = jnp.where(random.random(arrays["write"].shape) < 0.1, 0.0, arrays["write"])
+        if ids is not None:
+            ids = jnp.repeat(ids[:, :: case.diagonal], case.diagonal, axis=1)
     return arrays, ids
 
 
@@ -107,6 +115,8 @@ def call_operator(module: Any, case: Case, arrays: dict[str, jax.Array], **optio
             arrays = {"beta" if name == "erase" else name: x for name, x in arrays.items()}
         else:
             options["tied_gates"] = True
+    if case.diagonal:
+        options["diagonal_size"] = case.diagonal
     function = getattr(ops, case.operator) if module is ops else kernel_of(case)
     return function(**arrays, **options)
 

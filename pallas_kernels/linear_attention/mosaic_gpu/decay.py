@@ -38,12 +38,14 @@ class Factors(NamedTuple):
         reads: on what a token reads of other chunks, with the scale.
         writes: on a token's value as the state takes it.
         rest: on the result: what of a gate next to 0 is not in `gate` (`split_gate`).
+        diagonal: on the pairs of a token with itself in place of `gate`, of the token that reads.
     """
 
     gate: Array | None = None
     reads: Array | None = None
     writes: Array | None = None
     rest: Array | None = None
+    diagonal: Array | None = None
 
 
 def by_chunk(x: Array) -> Array:
@@ -102,13 +104,16 @@ def _product(x: Array | None, y: Array | None) -> Array | None:
 def factors_of(kernel_shape: KernelShape, decay: Decay, inputs: Inputs, *, reverse: bool) -> Factors:
     """The factors of a sum over earlier tokens or, in `reverse`, over later ones."""
     scale = jnp.float32(kernel_shape.scale)
+    diagonal = None if inputs.diagonal is None else by_chunk(inputs.diagonal.astype(jnp.float32))
     if reverse:
         divisor, rest = gate_factors(inputs.write)
         reads = _product(divisor, decay.to_end)
-        return Factors(divisor, None if reads is None else scale * reads, decay.from_start, rest)
+        # With a diagonal the gate is no smaller than `divisible` leaves it.
+        rest = rest if diagonal is None else None
+        return Factors(divisor, None if reads is None else scale * reads, decay.from_start, rest, diagonal)
     gate = None if inputs.write is None else by_chunk(inputs.write.astype(jnp.float32))
     reads = None if decay.from_start is None else scale * decay.from_start
-    return Factors(gate, reads, _product(gate, decay.to_end), None)
+    return Factors(gate, reads, _product(gate, decay.to_end), None, diagonal)
 
 
 def fold_parts(

@@ -81,6 +81,7 @@ class Wanted(NamedTuple):
             that is read, without a token's pair with itself, on which no decay acts.
         far: `other . out` of other chunks.
         total: `other . out`.
+        diagonal: `other . out` of a token's pairs with itself, without the diagonal's factor.
         states: the state before each fourth chunk.
         crossed: the product of another sum's states with this one's at the end of their chunk.
     """
@@ -88,6 +89,7 @@ class Wanted(NamedTuple):
     pairs: bool = False
     far: bool = False
     total: bool = False
+    diagonal: bool = False
     states: bool = False
     crossed: bool = False
 
@@ -102,6 +104,7 @@ class Sums(NamedTuple):
         pairs_written: the same by the token that is read.
         far: see `Wanted`, likewise.
         total: likewise.
+        diagonal: likewise, by the token that reads.
         states: transposed, `[B, HV, N / 4, D, A]` float32.
         crossed: `[J, B, HV, N / 4, 64]` float32, to be added up.
     """
@@ -112,6 +115,7 @@ class Sums(NamedTuple):
     pairs_written: Array | None
     far: Array | None
     total: Array | None
+    diagonal: Array | None
     states: Array | None
     crossed: Array | None
 
@@ -121,9 +125,11 @@ class Lines(NamedTuple):
 
     Attributes:
         names: in their order.
+        diagonal_size: rows of a token, where there is a diagonal.
     """
 
     names: tuple[str, ...]
+    diagonal_size: int = 1
 
     def of(self, tiles: Any, slot: Any, name: str) -> Any:
         """One line's place; None where the call has none."""
@@ -137,10 +143,30 @@ class Lines(NamedTuple):
         return None if line is None else load_row(line)
 
 
+def _is_own(m: Any, lines: Lines) -> Array:
+    """The pairs of a token with itself, `[C, C]`."""
+    rows, columns = _tokens(m, lines)
+    return rows == columns
+
+
+def _tokens(m: Any, lines: Lines) -> tuple[Array, Array]:
+    """Numbers that grow with the token, of the rows and of the columns of pairs."""
+    rows, columns = row_numbers(m), column_numbers()
+    if lines.diagonal_size > 1:  # the first of the token's rows: sizes are powers of two
+        rows, columns = (x & jnp.int32(-lines.diagonal_size) for x in (rows, columns))
+    return spread_rows(rows), spread_columns(columns)
+
+
 def _weights(tiles: Any, slot: Any, m: Any, lines: Lines, reverse: bool, scale: float) -> Array:
-    """What each pair of a chunk is multiplied by, `[C, C]`, rows for the tokens that read; zero where it is none."""
-    rows, columns = spread_rows(row_numbers(m)), spread_columns(column_numbers())
+    """What each pair of a chunk is multiplied by, `[C, C]`, rows for the tokens that read; zero where it is none.
+
+    Where there is a diagonal a token's pairs with itself are multiplied by the scale alone.
+    """
+    has_diagonal = "diagonal" in lines.names
+    rows, columns = _tokens(m, lines)
     is_pair = rows <= columns if reverse else rows >= columns
+    if has_diagonal:
+        is_pair = rows < columns if reverse else rows > columns
 
     def difference(name):
         line = lines.of(tiles, slot, name)
@@ -156,7 +182,7 @@ def _weights(tiles: Any, slot: Any, m: Any, lines: Lines, reverse: bool, scale: 
     gate = lines.of(tiles, slot, "gate")
     if gate is not None:
         weight = weight * (spread_rows(load_column(gate)) if reverse else spread_columns(load_row(gate)))
-    return weight
+    return jnp.where(_is_own(m, lines), scale, weight) if has_diagonal else weight
 
 
 def _sums_kernel(
@@ -197,7 +223,11 @@ def _sums_kernel(
             multiply(scores, tiles.reader.at[slot], tiles.key.at[slot].T)
             multiply(far, left, tiles.reader.at[slot].T)
             weighed = _weights(tiles, slot, m, lines, is_reverse, kernel_shape.scale) * awaited(scores, running=1)
-            pairs[...] = weighed.astype(jnp.bfloat16)
+            diagonal, by_reader = lines.of(tiles, slot, "diagonal"), weighed
+            if diagonal is not None:
+                own = spread_columns(load_row(diagonal)) if is_reverse else spread_rows(load_column(diagonal))
+                by_reader = jnp.where(_is_own(m, lines), own * weighed, weighed)
+            pairs[...] = by_reader.astype(jnp.bfloat16)
             found, reads = awaited(far), lines.row(tiles, slot, "reads")
             found = found * kernel_shape.scale if reads is None else scale_columns(found, reads)
             return found, weighed
@@ -206,12 +236,15 @@ def _sums_kernel(
         fence_smem()
         if wanted.far:
             sum_channels("far", n, far * load_turned(tiles.other.at[slot, :, place.own]))
-        if wanted.pairs:
+        if wanted.pairs or wanted.diagonal:
             products = with_accumulators(functools.partial(product, tiles.other.at[slot, :, place.own], value.T), CHUNK)
-            is_other = spread_rows(row_numbers(m)) != spread_columns(column_numbers())
-            by_pair = jnp.where(is_other, weighed * products, 0.0)
-            sum_channels("pairs_written", n, by_pair)
-            put_sums("pairs_read", n, jnp.sum(by_pair, axis=1))
+            by_pair, is_own = weighed * products, _is_own(m, lines)
+            if wanted.diagonal:
+                put_sums("diagonal", n, jnp.sum(jnp.where(is_own, by_pair, 0.0), axis=1))
+            if wanted.pairs:
+                by_pair = jnp.where(is_own, 0.0, by_pair)
+                sum_channels("pairs_written", n, by_pair)
+                put_sums("pairs_read", n, jnp.sum(by_pair, axis=1))
         if wanted.states or wanted.crossed:
             keep_or_cross(n, state)
         writes = lines.row(tiles, slot, "writes")
@@ -367,6 +400,7 @@ def sums(
     wanted: Wanted = Wanted(),  # noqa: B008
     other: Array | None = None,
     states: Array | None = None,
+    diagonal_size: int = 1,
     num_compute_warpgroups: int,
     num_stages: int,
 ) -> Sums:
@@ -384,6 +418,7 @@ def sums(
         wanted: what is left beside it.
         other: `[B, T, heads, D]`, see `Wanted`.
         states: `Sums.states` of another sum, for `Wanted.crossed`.
+        diagonal_size: rows of a token, where there is a diagonal.
         num_compute_warpgroups: blocks of 64 value channels of a program.
         num_stages: chunks whose tiles are in shared memory.
     """
@@ -400,6 +435,7 @@ def sums(
         "pairs_written": products if wanted.pairs else None,
         "far": products if wanted.far else None,
         "total": products if wanted.total else None,
+        "diagonal": products if wanted.diagonal else None,
         "states": p.per_head(some, p.value_size, p.key_size, dtype=jnp.float32) if wanted.states else None,
         "crossed": None,
     }
@@ -431,7 +467,7 @@ def sums(
         num_stages=num_stages,
         reverse=reverse,
         is_reverse=reverse,
-        lines=Lines(tuple(by_token)),
+        lines=Lines(tuple(by_token), diagonal_size),
         wanted=wanted,
     )
     return Sums(**results)  # type: ignore[arg-type]

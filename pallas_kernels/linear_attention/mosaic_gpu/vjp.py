@@ -15,7 +15,7 @@ from pallas_kernels.common.platform import device_kind
 from pallas_kernels.common.vma import batch_alike
 from pallas_kernels.delta_rule.inputs import Inputs, kernel_shape_of
 from pallas_kernels.delta_rule.tuned_configs import load_table
-from pallas_kernels.linear_attention.gradients import dtype_of_parts, of_key_heads, without_flat
+from pallas_kernels.linear_attention.gradients import dtype_of_parts, of_key_heads, with_divisible_gate, without_flat
 from pallas_kernels.linear_attention.mosaic_gpu.decay import (
     Decay,
     Factors,
@@ -39,14 +39,16 @@ class Options:
         scale: factor on the output.
         num_splits: splits of a sequence, which run side by side.
         processors: multiprocessors of the card.
+        diagonal_size: rows of a token, where there is a diagonal.
     """
 
     scale: float
     num_splits: int
     processors: int
+    diagonal_size: int = 1
 
 
-def choose_options(inputs: Inputs, scale: float) -> Options:
+def choose_options(inputs: Inputs, scale: float, diagonal_size: int = 1) -> Options:
     """Options of a call on padded inputs: as many splits of a sequence as leave no processor two programs.
 
     More splits would be passed over twice for programs that wait for one another; measured on an H100 at 8 heads of
@@ -57,7 +59,7 @@ def choose_options(inputs: Inputs, scale: float) -> Options:
     programs, parts = batch * heads * (size // SIDE), 1
     while 2 * parts * programs <= processors and 4 * parts <= length // CHUNK:
         parts *= 2
-    return Options(scale, parts, processors)
+    return Options(scale, parts, processors, diagonal_size)
 
 
 def _kernel_shape(options: Options, inputs: Inputs) -> KernelShape:
@@ -82,7 +84,12 @@ def _launch(kernel_shape: KernelShape, options: Options, *, with_other: bool = F
         + 4 * CHUNK * 7
     )
     free = _SHARED_MEMORY - num_compute_warpgroups * 2 * (2 * CHUNK * SIDE) - num_compute_warpgroups * 2048
-    return {"num_compute_warpgroups": num_compute_warpgroups, "num_stages": max(1, min(4, free // slot))}
+    stages = max(1, min(4, free // slot))
+    return {
+        "diagonal_size": options.diagonal_size,
+        "num_compute_warpgroups": num_compute_warpgroups,
+        "num_stages": stages,
+    }
 
 
 def _folded(
@@ -120,7 +127,7 @@ def _transposed(x: Array | None) -> Array | None:
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
-    kernel_shape, x = _kernel_shape(options, inputs), inputs
+    kernel_shape, x = _kernel_shape(options, inputs), with_divisible_gate(inputs)
     decay = decay_of(x.log_decay, x.resets)
     factors = factors_of(kernel_shape, decay, x, reverse=False)
     split_states = _folded(kernel_shape, options, decay, factors, x.k, x.v, _transposed(x.initial_state), reverse=False)
@@ -129,15 +136,20 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any
 
 
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
-    x, decay, split_states = residuals
+    inputs, decay, split_states = residuals
+    x = with_divisible_gate(inputs)
     d_out, d_final_state = cotangents
     kernel_shape = _kernel_shape(options, x)
-    swapped, has_decay = _swapped(kernel_shape), x.log_decay is not None
+    swapped, has_decay, has_gate = _swapped(kernel_shape), x.log_decay is not None, x.write is not None
+    has_diagonal = x.diagonal is not None
+    # With a diagonal the gate's gradient is the same sums as the decay's; without one it is in the values' gradient.
+    by_pairs = has_decay or (has_diagonal and has_gate)
+    has_other = by_pairs or has_diagonal
     ahead, back = (factors_of(kernel_shape, decay, x, reverse=reverse) for reverse in (False, True))
     # The kernels multiply their sums by the scale at the end, the first state included: hence the division.
     d_final = d_final_state.astype(jnp.float32) / kernel_shape.scale
     ends = _folded(swapped, options, decay, back, d_out, x.q, d_final, reverse=True)
-    of_keys = functools.partial(_launch, swapped, options, with_other=has_decay)
+    of_keys = functools.partial(_launch, swapped, options, with_other=has_other)
     d_q = sums(
         swapped,
         Places(d_out, x.v, x.k),
@@ -145,8 +157,8 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         ahead,
         _transposed(split_states),
         dtype=dtype_of_parts(x.q, x),
-        wanted=Wanted(pairs=has_decay, far=has_decay, states=has_decay),
-        other=x.q if has_decay else None,
+        wanted=Wanted(pairs=by_pairs, far=by_pairs, diagonal=has_diagonal, states=has_decay),
+        other=x.q if has_other else None,
         **of_keys(),
     )
     d_k = sums(
@@ -157,12 +169,12 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         ends,
         reverse=True,
         dtype=dtype_of_parts(x.k, x),
-        wanted=Wanted(far=has_decay, crossed=has_decay),
-        other=x.k if has_decay else None,
+        wanted=Wanted(far=by_pairs, crossed=has_decay),
+        other=x.k if by_pairs else None,
         states=d_q.states,
         **of_keys(),
     )
-    has_gate = x.write is not None
+    sums_gate = has_gate and not has_diagonal
     d_v = sums(
         kernel_shape,
         Places(x.k, x.q, d_out),
@@ -170,14 +182,18 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         back,
         _transposed(ends),
         reverse=True,
-        wanted=Wanted(total=has_gate),
-        other=x.v if has_gate else None,
-        **_launch(kernel_shape, options, with_other=has_gate),
+        wanted=Wanted(total=sums_gate),
+        other=x.v if sums_gate else None,
+        **_launch(kernel_shape, options, with_other=sums_gate),
     )
     divisor, rest = gate_factors(x.write)
-    d_write = d_log_decay = None
-    if x.write is not None and divisor is not None:
-        d_write = by_token(_summed(d_v.total) / divisor).astype(x.write.dtype)
+    rest = None if has_diagonal else rest
+    d_write = d_log_decay = d_diagonal = None
+    if inputs.write is not None and divisor is not None:
+        total = _summed(d_q.pairs_written) + _summed(d_k.far) if has_diagonal else _summed(d_v.total)
+        d_write = by_token(total / divisor).astype(inputs.write.dtype)
+    if x.diagonal is not None:
+        d_diagonal = by_token(_summed(d_q.diagonal)).astype(x.diagonal.dtype)
     if has_decay:
         kept = decay.kept[:, :, ::STATES_EVERY]
         crossed = kernel_shape.scale * kept * d_k.crossed.sum(axis=(0, 4))  # type: ignore[union-attr]
@@ -191,6 +207,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         initial_state=None
         if x.initial_state is None
         else (kernel_shape.scale * jnp.swapaxes(d_v.end, 2, 3)).astype(x.initial_state.dtype),
+        diagonal=d_diagonal,
     )
     return (gradients,)
 

@@ -15,7 +15,7 @@ from rnnlib.ops.linear_attention.xla_chunked import linear_attention_chunked
 _SMALLEST_SCALE = 1e-10
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "chunk_size", "backend"), inline=True)
+@functools.partial(jax.jit, static_argnames=("scale", "chunk_size", "diagonal_size", "backend"), inline=True)
 def linear_attention_triton(
     inputs: LinearAttentionInputs,
     initial_state: Array | None,
@@ -23,6 +23,7 @@ def linear_attention_triton(
     *,
     scale: float,
     chunk_size: int,
+    diagonal_size: int = 1,
     backend: str = "triton",
 ) -> tuple[Array, Array]:
     """Evaluates linear attention by kernels; arguments and results as `linear_attention_scan`.
@@ -33,6 +34,7 @@ def linear_attention_triton(
         segment_ids: None or `[B, T]`.
         scale: factor on the output.
         chunk_size: tokens in a chunk.
+        diagonal_size: rows of a token, where there is a diagonal.
         backend: `"mosaic"` for kernels in Mosaic GPU.
     """
 
@@ -41,8 +43,9 @@ def linear_attention_triton(
         if abs(scale) < _SMALLEST_SCALE:
             inputs, factor = inputs._replace(q=scale * inputs.q), 1.0
         arrays = {**inputs._asdict(), "initial_state": initial_state, "segment_ids": segment_ids}
-        return {**arrays, "scale": factor, "chunk_size": chunk_size, "backend": backend}
+        return {**arrays, "scale": factor, "backend": backend, **sizes}
 
-    reference = functools.partial(linear_attention_chunked, scale=scale, chunk_size=chunk_size)
+    sizes = {"chunk_size": chunk_size, "diagonal_size": diagonal_size}
+    reference = functools.partial(linear_attention_chunked, scale=scale, **sizes)
     run = with_further_derivatives(kernel_operators().linear_attention.linear_attention, keywords, reference)
     return run(inputs, initial_state, segment_ids)

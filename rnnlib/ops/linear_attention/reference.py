@@ -1,8 +1,8 @@
 """Linear attention token by token: the reference implementation, which every other is tested against."""
 
-import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -18,6 +18,7 @@ class LinearAttentionInputs(NamedTuple):
         v: `[B, T, HV, V]`.
         write: None (1), `[B, T, HV]` or `[B, T, HV, V]`.
         log_decay: None (no decay), `[B, T, HV]` or `[B, T, HV, K]`.
+        diagonal: None (`write`), or `[B, T, HV]`, in place of `write` on what a token reads of its own write.
     """
 
     q: Array
@@ -25,6 +26,7 @@ class LinearAttentionInputs(NamedTuple):
     v: Array
     write: Array | None
     log_decay: Array | None
+    diagonal: Array | None = None
 
 
 def linear_attention_step(state: Array, t: LinearAttentionInputs) -> tuple[Array, Array]:
@@ -36,4 +38,30 @@ def linear_attention_step(state: Array, t: LinearAttentionInputs) -> tuple[Array
     return state, read_state(state, t.q)
 
 
-linear_attention_scan = functools.partial(scan_rule, linear_attention_step)
+def linear_attention_block(state: Array, t: LinearAttentionInputs) -> tuple[Array, Array]:
+    """The rows of one token with a `diagonal`, `[R, ...]`: each reads the state before them, and all of their writes."""
+    assert t.diagonal is not None
+    entered, reads = state, []
+    own = jnp.einsum("rbhnk,sbhnk->bhnrs", t.q, t.k)
+    for i, weight in enumerate(t.diagonal):
+        one = jax.tree.map(lambda x: x[i], t._replace(diagonal=None))
+        if one.log_decay is not None:
+            entered = jnp.exp(one.log_decay)[..., None] * entered
+        state, _ = linear_attention_step(state, one)
+        read = jnp.sum(jnp.moveaxis(own[..., i, :], -1, 0)[..., None] * t.v, axis=0)
+        reads.append(read_state(entered, one.q) + weight * read)
+    return state, jnp.stack(reads)
+
+
+def linear_attention_scan(
+    inputs: LinearAttentionInputs,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    *,
+    scale: float,
+    diagonal_size: int = 1,
+) -> tuple[Array, Array]:
+    """Evaluates linear attention token by token; arguments and results as `scan_rule`."""
+    if inputs.diagonal is None:
+        return scan_rule(linear_attention_step, inputs, initial_state, segment_ids, scale=scale)
+    return scan_rule(linear_attention_block, inputs, initial_state, segment_ids, scale=scale, rows=diagonal_size)

@@ -1,6 +1,7 @@
 """Linear attention in chunks: matrix products in XLA, on any device."""
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array
@@ -10,7 +11,7 @@ from rnnlib.ops.linear_attention.reference import LinearAttentionInputs
 
 
 def linear_attention_factors(
-    inputs: LinearAttentionInputs, resets: Array | None, *, scale: float, size: int
+    inputs: LinearAttentionInputs, resets: Array | None, *, scale: float, size: int, diagonal_size: int = 1
 ) -> chunk.ChunkFactors:
     """The chunk form of linear attention: that of the delta rule with no correction, `R = Z`.
 
@@ -19,6 +20,7 @@ def linear_attention_factors(
         resets: None or `[B, T]`, true where a document begins.
         scale: factor on the queries.
         size: chunk size C.
+        diagonal_size: rows of a token, where there is a `diagonal`.
     """
     c = chunk.split_tokens(chunk.group_tokens(inputs, resets), size)
 
@@ -32,7 +34,31 @@ def linear_attention_factors(
         k_tail = chunk.decay_until_end(c.log_decay) * c.k
         total = jnp.swapaxes(since_start[..., -1:, :], -1, -2)
     (scores,) = chunk.causal_scores((q,), c.k, c.log_decay)
+    if c.diagonal is not None:
+        token = jnp.arange(size) // diagonal_size
+        is_earlier, is_own = token[:, None] > token, token[:, None] == token
+        if c.write is not None:  # on scores and not on values, of which the token itself reads another part
+            scores, z, k_tail = scores * jnp.swapaxes(c.write, -1, -2), c.v, c.write * k_tail
+        own = jnp.where(is_own, c.diagonal * (q @ jnp.swapaxes(c.k, -1, -2)), 0.0)
+        scores = jnp.where(is_earlier, scores, 0.0) + own
     return chunk.ChunkFactors(read=q_bar, scores=scores, correction=None, update=z, write=k_tail, decay=total)
 
 
-linear_attention_chunked = functools.partial(chunk.evaluate_rule, linear_attention_factors)
+@functools.cache
+def _with_diagonal(size: int) -> Callable[..., chunk.ChunkFactors]:
+    """One function for each size: `jax.jit` tells them apart by identity."""
+    return functools.partial(linear_attention_factors, diagonal_size=size)
+
+
+def linear_attention_chunked(
+    inputs: LinearAttentionInputs,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    *,
+    scale: float,
+    chunk_size: int,
+    diagonal_size: int = 1,
+) -> tuple[Array, Array]:
+    """Evaluates linear attention in chunks; arguments and results as `chunk.evaluate_rule`."""
+    factors = linear_attention_factors if inputs.diagonal is None else _with_diagonal(diagonal_size)
+    return chunk.evaluate_rule(factors, inputs, initial_state, segment_ids, scale=scale, chunk_size=chunk_size)

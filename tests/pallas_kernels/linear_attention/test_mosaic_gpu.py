@@ -27,6 +27,10 @@ CASES = {
     "hard_resets": Case((1, 600, 1, 1, 64, 64), extreme=True, **BASE),
     "mild_decay_over_ten_chunks": Case((1, 600, 1, 1, 64, 64), shift=4.0, write=NO, **BASE),
     "strong_decay": Case((1, 330, 1, 1, 64, 64), shift=-12.0, **BASE),
+    "diagonal": Case((1, 330, 1, 2, 64, 64), segments=3, packed=True, diagonal=1, **BASE),
+    "diagonal_of_four_rows": Case((1, 328, 1, 1, 64, 128), segments=2, diagonal=4, **BASE),
+    "diagonal_alone": Case((1, 100, 1, 1, 64, 64), decay=NO, write=NO, diagonal=2, **BASE),
+    "diagonal_and_gate": Case((1, 100, 1, 1, 64, 64), decay=NO, diagonal=1, **BASE),
     "narrow_heads": Case((2, 130, 2, 2, 48, 40), initial_state=False, **BASE),
 }
 WIDE = ("gate_and_state", "documents_in_parts")
@@ -35,10 +39,10 @@ WIDE = ("gate_and_state", "documents_in_parts")
 
 def _found(case: Case, arrays: dict[str, jax.Array], ids: jax.Array | None, processors: int) -> Any:
     batch, _, _, value_heads, key_size, value_size = case.shape
-    options = vjp.Options(key_size**-0.5, case.segments, processors)
+    options = vjp.Options(key_size**-0.5, case.segments, processors, max(1, case.diagonal))
 
-    def call(q, k, v, write=None, log_decay=None, initial_state=None):
-        inputs = make_inputs(q, k, v, None, None, write, log_decay, initial_state, ids)
+    def call(q, k, v, write=None, log_decay=None, initial_state=None, diagonal=None):
+        inputs = make_inputs(q, k, v, None, None, write, log_decay, initial_state, ids, diagonal)
         out, state = crop_results(inputs, vjp.linear_pass(options, pad_inputs(inputs)))
         return out.astype(v.dtype), state
 
@@ -47,7 +51,7 @@ def _found(case: Case, arrays: dict[str, jax.Array], ids: jax.Array | None, proc
     return value_and_gradients(call, arrays, *shapes, jit=lambda function: function)
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, ("documents_in_parts", "hard_resets")))
+@pytest.mark.parametrize("name", mostly_slow(CASES, ("documents_in_parts", "hard_resets", "diagonal_of_four_rows")))
 def test_results_and_gradients_are_those_of_the_scan(name, capsys):
     mosaic_interpreter.install()
     case = CASES[name]
