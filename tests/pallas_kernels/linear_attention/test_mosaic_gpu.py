@@ -27,7 +27,7 @@ CASES = {
     "hard_resets": Case((1, 600, 1, 1, 64, 64), extreme=True, **BASE),
     "mild_decay_over_ten_chunks": Case((1, 600, 1, 1, 64, 64), shift=4.0, write=NO, **BASE),
     "strong_decay": Case((1, 330, 1, 1, 64, 64), shift=-12.0, **BASE),
-    "diagonal": Case((1, 330, 1, 2, 64, 64), segments=3, packed=True, diagonal=1, **BASE),
+    "diagonal": Case((1, 200, 1, 2, 64, 64), segments=2, packed=True, diagonal=1, **BASE),
     "diagonal_of_four_rows": Case((1, 328, 1, 1, 64, 128), segments=2, diagonal=4, **BASE),
     "diagonal_alone": Case((1, 100, 1, 1, 64, 64), decay=NO, write=NO, diagonal=2, **BASE),
     "diagonal_and_gate": Case((1, 100, 1, 1, 64, 64), decay=NO, diagonal=1, **BASE),

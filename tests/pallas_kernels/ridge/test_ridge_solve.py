@@ -100,9 +100,10 @@ def test_condition_beyond_that_of_bfloat16_needs_precise_products(product_dtype,
     assert low < relative_error(run(call, "triton", arguments)["x"], expected["x"]) < high
 
 
-def test_mixed_precision_is_as_exact_as_two_parts():
+@pytest.mark.parametrize("shape", [(1, 100, 2, 32), pytest.param((2, 300, 2, 32), marks=pytest.mark.gpu)], ids=str)
+def test_mixed_precision_is_as_exact_as_two_parts(shape):
     """Well-conditioned chunks in float16, those of a head with an eigenvalue of 3000 ridges in two parts."""
-    call = Call((1, 100, 2, 32), Solver("conjugate_gradient"), adaptive=False, by_channel=True)
+    call = Call(shape, Solver("conjugate_gradient"), adaptive=False, by_channel=True)
     arguments = arguments_of(call, jnp.bfloat16, segments="one")
     arguments["initial_gram"] = arguments["initial_gram"].at[:, 1].multiply(10.0)
     expected, actual = reference(call, arguments), run(call, "triton", arguments)
