@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -18,7 +17,7 @@ def with_divisible_gate(inputs: Inputs) -> Inputs:
 
 
 def diagonal_gradient(inputs: Inputs, d_out: Array, size: int, scale: float) -> Array:
-    """The gradient of a diagonal `[B, T, HV]`: `scale * sum_s (q_r . k_s) (do_r . v_s)` over the rows s of r's token."""
+    """The gradient of a diagonal, `[B, T, HV]`: `scale * sum_s (q_r . k_s) (do_r . v_s)`, s over r's token."""
     batch, length, heads = inputs.v.shape[:3]
 
     def by_token(x):

@@ -25,8 +25,8 @@ class Gates(NamedTuple):
         beta: `[B, T, HV]`, short for `erase = write = beta`.
         erase: `[B, T, HV]` or `[B, T, HV, K]`.
         write: `[B, T, HV]` or `[B, T, HV, V]`.
-        previous: `[B, T, HV]`, a gate on the previous token's key and value, which are written again before this token's
-            decay; None writes none.
+        previous: `[B, T, HV]`, a gate on the previous token's key and value, which are written again, before this
+            token's decay; None writes none.
     """
 
     beta: Array | None = None

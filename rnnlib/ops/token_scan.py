@@ -37,7 +37,7 @@ def scan_rule(
         initial_state: None (zero) or `[B, HV, K, V]`.
         segment_ids: None or `[B, T]`.
         scale: factor on the output.
-        rows: of a token, where it has several: T is a multiple of them, and `token_step` takes and returns `[rows, ...]`.
+        rows: of a token, where it has several: T is a multiple, and `token_step` takes and returns `[rows, ...]`.
 
     Returns:
         Output `[B, T, HV, V]` in `v`'s dtype and final state `[B, HV, K, V]` in float32 (float64 for float64 inputs).

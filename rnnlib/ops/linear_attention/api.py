@@ -57,8 +57,8 @@ def linear_attention(
         log_decay: natural logarithm of the decay, `<= 0` (-inf is a hard reset), one per head or per key channel; None
             is no decay.
         write: gate `w` on the value, one per head or per value channel; None is 1.
-        diagonal: gate in place of `write` on what a token reads of its own write; None is `write`. With it, `write` is one
-            number a head.
+        diagonal: gate in place of `write` on what a token reads of its own write; None is `write`. With it, `write` is
+            one number a head.
         diagonal_size: rows of q, k and v that make a token, a power of two of at most `chunk_size`; T is a multiple of
             it. Row r then reads what the rows of its token write, later ones too, by `diagonal_r` and with no decay
             between them; their documents must be one.

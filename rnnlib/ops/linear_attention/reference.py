@@ -39,7 +39,7 @@ def linear_attention_step(state: Array, t: LinearAttentionInputs) -> tuple[Array
 
 
 def linear_attention_block(state: Array, t: LinearAttentionInputs) -> tuple[Array, Array]:
-    """The rows of one token with a `diagonal`, `[R, ...]`: each reads the state before them, and all of their writes."""
+    """The rows `[R, ...]` of one token with a `diagonal`: each reads the state before them and all their writes."""
     assert t.diagonal is not None
     entered, reads = state, []
     own = jnp.einsum("rbhnk,sbhnk->bhnrs", t.q, t.k)
