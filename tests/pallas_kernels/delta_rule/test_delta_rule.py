@@ -51,6 +51,9 @@ CASES = {
     "linear_attention_extreme_packed": Case(
         (1, 250, 1, 1, 32, 16), SCALAR, online=False, packed=True, extreme=True, segments=2
     ),
+    "linear_attention_diagonal": Case(
+        (1, 132, 1, 2, 16, 32), SCALAR, online=False, diagonal=4, packed=True, segments=2
+    ),
     "linear_attention_channel_write": Case((1, 250, 1, 1, 16, 16), NO, write=CHANNEL, online=False, segments=2),
     "two_key_blocks": Case((1, 64, 1, 1, 128, 128), SCALAR, SCALAR, SCALAR),
     "one_token": Case((2, 1, 1, 2, 16, 32), CHANNEL, CHANNEL, CHANNEL, write_key=True),
