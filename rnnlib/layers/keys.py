@@ -265,8 +265,7 @@ class RotatedKeyMap(KeyMap):
             entering = enter_gram(angle[:, -1], None, None, segment_ids, axis)
             own = jnp.cumsum(resets, axis=1)[:, :, None, None] == 0
             angle = angle + jnp.where(own, (entering - jnp.round(entering))[:, None], 0)
-        still = self.shape.key_size // 2 - self.turning
-        radians = jnp.pad(2.0 * math.pi * angle, ((0, 0), (0, 0), (0, 0), (0, still)))[:, :, :, None]
+        radians = 2.0 * math.pi * angle[:, :, :, None]
         turned = (
             rotate_pairs(self._per_value_head(y, bias[...]), radians).reshape(*query.shape[:2], -1, self.shape.key_size)
             for y, bias in ((query, self.query_bias), (key, self.key_bias))

@@ -36,8 +36,8 @@ def group_inputs(inputs: Any) -> Any:
 
 
 def rotate_pairs(x: Float[Array, "*axes K"], angle: Float[Array, "... P"]) -> Float[Array, "*axes K"]:
-    """Turns the channel pairs `(i, i + K/2)` of `x` by `angle` in radians, `P = K/2` of them; computed in its dtype."""
-    cosine, sine = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(angle.dtype), 2, axis=-1)
-    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return turned.astype(x.dtype)
+    """Turns the first P channel pairs `(i, i + K/2)` of `x` by `angle` in radians; computed in its dtype."""
+    cosine, sine, pairs, half = jnp.cos(angle), jnp.sin(angle), angle.shape[-1], x.shape[-1] // 2
+    first, second = (x[..., start : start + pairs].astype(angle.dtype) for start in (0, half))
+    turned = (first * cosine - second * sine).astype(x.dtype), (second * cosine + first * sine).astype(x.dtype)
+    return jnp.concatenate([turned[0], x[..., pairs:half], turned[1], x[..., half + pairs :]], axis=-1)
