@@ -126,5 +126,5 @@ def _check_diagonal(v: Array, write: Array | None, diagonal: Array | None, size:
         raise ValueError(f"{_NAME}: diagonal_size is {size}, expected 1 without a diagonal")
     if size not in (1, 2, 4, 8, 16, 32, 64, 128, 256) or size > chunk_size:
         raise ValueError(f"{_NAME}: diagonal_size is {size}, expected a power of two of at most {chunk_size}")
-    if v.shape[1] % size:
+    if size > 1 and v.shape[1] % size:
         raise ValueError(f"{_NAME}: v has {v.shape[1]} rows, expected a multiple of diagonal_size={size}")
