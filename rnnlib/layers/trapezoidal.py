@@ -130,7 +130,7 @@ class TrapezoidalSolver(Solver):
         last_key = keys.written[:, -1:].reshape(len(value), 1, -1, *self.shape_of_keys)
         last = self.shape.repeat_key_heads(last_key)[:, 0], value[:, -1]
         if axis is not None:
-            last = tuple(of_last(x, axis) for x in last)
+            last = of_last(last[0], axis), of_last(last[1], axis)
         return self._sum_reads(out, value), TrapezoidalState(memory, *(x.astype(self.shape.gate_dtype) for x in last))
 
     @property

@@ -43,9 +43,11 @@ def linear_attention_triton(
         if abs(scale) < _SMALLEST_SCALE:
             inputs, factor = inputs._replace(q=scale * inputs.q), 1.0
         arrays = {**inputs._asdict(), "initial_state": initial_state, "segment_ids": segment_ids}
+        sizes = {"chunk_size": chunk_size, "diagonal_size": diagonal_size}
         return {**arrays, "scale": factor, "backend": backend, **sizes}
 
-    sizes = {"chunk_size": chunk_size, "diagonal_size": diagonal_size}
-    reference = functools.partial(linear_attention_chunked, scale=scale, **sizes)
+    reference = functools.partial(
+        linear_attention_chunked, scale=scale, chunk_size=chunk_size, diagonal_size=diagonal_size
+    )
     run = with_further_derivatives(kernel_operators().linear_attention.linear_attention, keywords, reference)
     return run(inputs, initial_state, segment_ids)
