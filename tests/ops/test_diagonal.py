@@ -72,7 +72,6 @@ def test_outputs_depend_on_no_write_gate_of_their_own_token_or_later_ones():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"diagonal": jnp.ones((2, 76, 3))}, r"diagonal has shape \(2, 76, 3\), expected \[B, T, HV\]"),
         ({"write": jnp.ones((2, 76, 2, 12))}, r"write has shape \(2, 76, 2, 12\), expected \[B, T, HV\] with a diag"),
         ({"diagonal": None, "diagonal_size": 2}, "diagonal_size is 2, expected 1 without a diagonal"),
         ({"diagonal_size": 3}, "diagonal_size is 3, expected a power of two of at most 64"),
