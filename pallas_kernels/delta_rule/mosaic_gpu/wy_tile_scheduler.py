@@ -18,23 +18,18 @@ from jax.experimental import pallas as pl
 from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.common.mosaic_gpu import (
     WARPS,
-    added,
     arrive,
     barrier,
     begin_column,
     begin_copy,
-    column_numbers,
     fence_smem,
     launch,
     load_channels,
     load_column,
     matrix_buffer,
-    multiply,
     number_buffer,
     quotient,
     row_numbers,
-    spread_columns,
-    spread_rows,
     store,
     total,
     use_registers,
@@ -42,13 +37,12 @@ from pallas_kernels.common.mosaic_gpu import (
     wait_for_stores,
     wide_buffer,
     zero,
-    zeros,
 )
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import chunk_at, tokens
+from pallas_kernels.delta_rule.mosaic_gpu.triangular_inverse import unit_lower_inverse
 
 # Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
 _REGISTERS = {2: (232, 40), 3: (160, 32)}
-_LEVELS = range(1, CHUNK.bit_length() - 1)  # of the inverse
 
 
 class WYTileScheduler(NamedTuple):
@@ -199,52 +193,11 @@ def store_growth(r: Any, scheduler: WYTileScheduler, m: Any, own: Array, line: A
     r.growth[b, h, n] = reduced(line, total)
 
 
-def _unit_lower_inverse(
-    lower: Array, rows: Array, fixed: Any, halves: tuple[Any, Any], before_second: Callable[[], None]
-) -> Array:
-    """`(I + L)^-1` for a strictly lower triangular matrix, by halves.
-
-    `pallas_kernels.delta_rule.triton.triangular_inverse` has the equation. Of a level's two products the left operands
-    are in registers, and the inverses of its blocks go through shared memory.
-
-    Args:
-        lower: `[C, C]` float32, zero on and above the diagonal.
-        rows: the rows' numbers, `[C]`.
-        fixed: shared memory for a bfloat16 matrix `[C, C]`, which no product reads any more.
-        halves: two more of them, used by turns. No product reads the second when this returns.
-        before_second: is called before the second is written to.
-
-    Returns:
-        `[C, C]` float32.
-    """
-    columns = column_numbers()
-
-    def blocks(level):
-        """Numbers of the blocks of `2^level` rows that rows and columns are in, differing in bits."""
-        row, column = (lax.shift_right_logical(x, jnp.int32(level)) for x in (rows, columns))
-        return spread_rows(row) ^ spread_columns(column)
-
-    fixed[...] = (-lower).astype(jnp.bfloat16)
-    apart = blocks(0)
-    inverse = jnp.where(apart == 0, 1.0, jnp.where(apart == 1, -lower, 0.0))
-    for level in _LEVELS:
-        known, own = inverse.astype(jnp.bfloat16), halves[(level - 1) % 2]
-        if level == 2:
-            before_second()
-        own[...] = known
-        fence_smem()
-        (right,) = added(lambda total, known=known: multiply(total, known, fixed), zeros(CHUNK, CHUNK))
-        right = right.astype(jnp.bfloat16)
-        (corners,) = added(lambda total, right=right, own=own: multiply(total, right, own), zeros(CHUNK, CHUNK))
-        inverse = jnp.where(blocks(level) == 1, corners, inverse)
-    return inverse
-
-
 def store_inverse(r: Any, memory: Any, scheduler: WYTileScheduler, m: Any, lower: Array) -> None:
     """Stores A for the pairs that are inverted, `[C, C]`, zero on and above the diagonal, by way of `pair_buffers`."""
     b, n, h = scheduler.at(m)
     parts, pairs = memory.parts.at[scheduler.own(m)], memory.pairs.at[scheduler.own(m)]
-    inverse = _unit_lower_inverse(
+    inverse = unit_lower_inverse(
         lower, row_numbers(m), parts.at[0], (parts.at[1], pairs), before_second=wait_for_stores
     )
     pairs[...] = inverse.astype(jnp.bfloat16)
