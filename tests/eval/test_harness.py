@@ -11,6 +11,7 @@ import yaml
 from flax import nnx
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
 
 from rnnlib.data import ByteTokenizer
 from rnnlib.eval import TASK_LISTS, HarnessModel, evaluate_tasks, task_names
@@ -148,13 +149,25 @@ def test_windows_of_a_limited_length():
     assert cut == pytest.approx(own_log_likelihood([98] * 29, TOKENIZER.encode(ending))[0], rel=2e-6)
 
 
-def test_the_model_is_registered_and_lists_name_tasks():
+def test_the_model_is_registered():
     assert get_model("rnnlib") is HarnessModel
-    assert task_names(["recall_intensive", "fda", "mine"]) == [*TASK_LISTS["recall_intensive"], "mine"]
-    from lm_eval.tasks import TaskManager
 
-    known = TaskManager().all_tasks
-    assert {task for tasks in TASK_LISTS.values() for task in tasks} <= set(known)
+
+def test_lists_name_tasks_that_lm_eval_has_and_others_are_named(tmp_path, monkeypatch):
+    assert task_names(["recall_intensive", "fda", "mine"]) == [*TASK_LISTS["recall_intensive"], "mine"]
+    write_task(tmp_path, "mine", ROLLING, DOCUMENTS)
+    read = []
+
+    def all_tasks(*args, **kwargs):
+        read.append(TaskManager(*args, **kwargs))
+        return read[-1]
+
+    monkeypatch.setattr("rnnlib.eval.tasks.TaskManager", all_tasks)
+    with pytest.raises(ValueError, match="no task is called no_such_task; expected tasks of lm_eval"):
+        evaluate_tasks(harness(), ["mine", "piqa", "no_such_task"], include_path=tmp_path)
+    of_the_folder, every = (set(manager.all_tasks) for manager in read)
+    assert of_the_folder == {"mine"}
+    assert {"mine"}.union(*TASK_LISTS.values()) <= every
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -176,8 +189,6 @@ def test_wrong_requests_are_named():
         harness().generate_until(instances("generate_until", [("a", {"until": [], "num_beams": 4})]))
     with pytest.raises(ValueError, match="a continuation has 9 tokens, expected at most max_length = 8"):
         harness(max_length=8).loglikelihood(instances("x", [("a", " " + "b" * 8)]), disable_tqdm=True)
-    with pytest.raises(ValueError, match="no task is called no_such_task; expected tasks of lm_eval"):
-        evaluate_tasks(harness(), ["no_such_task"])
 
 
 @pytest.fixture(scope="module")
