@@ -7,6 +7,7 @@ half of some files' time was that. This one checks the same values, each once.
 
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,25 @@ def _checked(target: Any) -> Any:
     return _function(target)
 
 
+_nested: dict[types.CodeType, tuple[dict[str, Any], types.FunctionType]] = {}
+"""Annotations of functions within functions, and what checks them: tracing makes these functions anew each time."""
+
+
+def _checking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What beartype makes of a function; of a nested one, what it has made of that code before, around this one."""
+    if "<locals>" not in function.__qualname__:
+        return _CHECK(function)
+    annotations, made = _nested.get(function.__code__, (None, None))
+    if made is None or annotations != function.__annotations__:
+        made = _CHECK(function)
+        if made is not function:  # there is something to check
+            _nested[function.__code__] = function.__annotations__, made
+        return made
+    again = types.FunctionType(made.__code__, made.__globals__, made.__name__, made.__defaults__, made.__closure__)
+    again.__kwdefaults__ = made.__kwdefaults__ | {"__beartype_func": function}  # by this name beartype's code calls it
+    return again
+
+
 def _function(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.isgeneratorfunction(function):
         return _ORIGINAL(function, typechecker=_CHECK)
@@ -47,7 +67,7 @@ def _function(function: Callable[..., Any]) -> Callable[..., Any]:
     if not annotations:
         return function
     function.__annotations__ = annotations
-    checking = _CHECK(function)
+    checking = _checking(function)
     function.__annotations__ = written
 
     @functools.wraps(function)

@@ -72,5 +72,22 @@ def test_arguments_fields_and_results_are_checked():
     assert list(count(2)) == [0, 1] and Sizes.halved(3) == 1 and Field(3).size == 3
 
 
+def test_functions_within_functions_are_checked_each_time_they_are_made():
+    def adding(number, kind):
+        @hooked
+        def add(x: kind, more: float = 0.0) -> int:
+            return x + number
+
+        return add
+
+    one, two, other = adding(1, int), adding(2, int), adding(0, str)
+    assert (one(1), two(1), two(1, more=2.0)) == (2, 3, 3), "each its own"
+    for call in (lambda: one("1"), lambda: two("1"), lambda: two(1, more="1"), lambda: adding(0.5, int)(1)):
+        with pytest.raises(TypeCheckError):
+            call()
+    with pytest.raises(TypeCheckError):
+        other(1)
+
+
 def test_checks_can_be_turned_off(unchecked_shapes):
     assert Sizes("3").size == "3" and Field("3").size == "3"
