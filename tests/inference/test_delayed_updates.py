@@ -17,10 +17,10 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [2]]
 MIXERS = ("gated_deltanet", "kda", "gated_deltanet2", "pgdn", "gla", "sliding_window_attention")
 
 
-def model(implementation: str | None = "triton") -> DecoderLM:
+def model(implementation: str | None = "triton", mixers: tuple[str, ...] = MIXERS) -> DecoderLM:
     """Heads of 32 channels; interpreted kernels where there is no GPU."""
-    overrides = {} if implementation is None else {name: {"implementation": implementation} for name in MIXERS[:-1]}
-    config = tiny_config(*MIXERS, width=64, window=6, initializer_std=0.3, mixer_overrides=overrides)
+    overrides = {} if implementation is None else {name: {"implementation": implementation} for name in mixers[:-1]}
+    config = tiny_config(*mixers, width=64, window=6, initializer_std=0.3, mixer_overrides=overrides)
     return DecoderLM(config, rngs=nnx.Rngs(5))
 
 
@@ -43,7 +43,8 @@ def tokens_of_blocks(language_model, block_size: int) -> np.ndarray:
 
 
 def test_blocks_of_any_size_have_the_tokens_of_plain_states(monkeypatch):
-    language_model = model()
+    """Of these mixers, as below: all are in `test_a_cache_is_the_same_after_a_loop`."""
+    language_model = model(mixers=("gated_deltanet2", "gla", "sliding_window_attention"))
     plain = tokens_of_blocks(language_model, 13)
     monkeypatch.setattr(delayed_update, "LEAST_BYTES", 0)
     jax.clear_caches()
@@ -73,7 +74,7 @@ def test_on_a_gpu_many_texts_in_bfloat16_have_the_tokens_of_plain_states(monkeyp
 
 
 def test_texts_that_join_and_leave_have_the_tokens_of_plain_states(monkeypatch):
-    language_model = model()
+    language_model = model(mixers=("gated_deltanet", "kda", "sliding_window_attention"))
 
     def texts():
         engine = Engine(language_model, slots=2, max_length=40)

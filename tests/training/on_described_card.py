@@ -13,7 +13,7 @@ import optax
 from experiments.kernel_benchmarks.offline.cards import CARDS
 from rnnlib.training import OptimizerConfig, make_optimizer, optimizer
 
-LAYERS = 30
+LAYERS = 15
 SHAPES = {"kernel": (1024, 1024), "scale": (1024,), "gate": (1024, 8)}
 OPTIMIZER = make_optimizer(OptimizerConfig(clip_norm=None), 10)
 
@@ -28,8 +28,9 @@ def update(parameters, state, gradients, finite):
 def main() -> None:
     """Compiles the update twice."""
     sharding, mesh = CARDS["sm_90"].alone()
-    like = {"layers": [{name: jnp.zeros(shape) for name, shape in SHAPES.items()} for _ in range(LAYERS)]}
-    arguments = (like, OPTIMIZER.init(like), like, jnp.zeros([], bool))
+    layer = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    like = {"layers": [layer] * LAYERS}
+    arguments = (like, jax.eval_shape(OPTIMIZER.init, like), like, jax.ShapeDtypeStruct((), bool))
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     counts = {}
     for name, most in (("together", optimizer.NUMBERS_OF_A_KERNEL), ("apart", 0)):
