@@ -1,12 +1,27 @@
 """Strictness shared by all tests: shapes and dtypes of public functions are checked at every call."""
 
+import contextlib
+import importlib
 import os
 import pathlib
+import sys
 
-import jaxtyping
-import pytest
+CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache"
+# Where no bytecode may be written beside the sources, each process would compile jax and all else for seconds.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    os.environ["PYTHONPYCACHEPREFIX"] = str(CACHE / "bytecode")
+    sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["PYTHONPYCACHEPREFIX"]
+# Two workers begin at the same time. The second one imports first what the first one imports last: of a new checkout,
+# each compiles the sources of half of the packages and reads the bytecode of the others.
+if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+    for name in ("lm_eval.tasks", "scipy.stats", "matplotlib.pyplot"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
-from tests import annotations
+import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
+
+from tests import annotations  # noqa: E402
 
 # Before any import of the packages, so that their annotations are checked under pytest.
 annotations.install(["rnnlib", "pallas_kernels"])
@@ -17,7 +32,6 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 from tests import interpreting  # noqa: E402
 
 interpreting.install()
-CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,9 +49,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # XLA's pool of threads, which has as many as there are processors: the interpreter of Mosaic GPU kernels runs each
     # warpgroup in a thread of it, and they wait for one another.
     os.environ.setdefault("NPROC", "16")
-    # Where no bytecode may be written beside the sources, each process would compile jax and all else for seconds.
-    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-        os.environ["PYTHONPYCACHEPREFIX"] = str(CACHE / "bytecode")
 
 
 # Compiled functions are kept between runs, for the same reason.
