@@ -237,10 +237,10 @@ class Attention(MixerWithOutput):
             capacity = cache.key.shape[1] if isinstance(cache, AttentionCache) else 1
             check_cache("Attention", cache, jax.eval_shape(lambda: self.init_cache(batch, capacity)))
         inputs = self.input_projection(x)
-        streams, tails = self._filtered(inputs, {} if cache is None else cache.tails, segment_ids, added)
-        query = self._heads(streams["query"], self.query_norm)
-        key = self._heads(streams["key"], self.key_norm)
-        value = self._heads(streams["value"])
+        branches, tails = self._filtered(inputs, {} if cache is None else cache.tails, segment_ids, added)
+        query = self._heads(branches["query"], self.query_norm)
+        key = self._heads(branches["key"], self.key_norm)
+        value = self._heads(branches["value"])
         if self.config.scale is not None:  # the operators multiply by K**-0.5
             query = query * (self.config.scale * self.shape.key_size**0.5)
         log_decay = None

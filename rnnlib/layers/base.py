@@ -205,7 +205,7 @@ class MixerShape:
         param_dtype: dtype of their stored parameters.
         initializer: of their kernels.
         mimo_rank: number of key-value pairs that a token writes into each head's state, and of queries that read it.
-            The streams of queries and keys have H * mimo_rank heads, ordered by key head.
+            The branches of queries and keys have H * mimo_rank heads, ordered by key head.
         projected_key_size: channels of a query or key head before a feature map that changes their number; None is K.
         shared_heads: number of projected key and value heads, each used by several consecutive heads; None is one
             projected head for each head.

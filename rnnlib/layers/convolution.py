@@ -19,7 +19,7 @@ from rnnlib.ops.short_convolution.inputs import ConvolutionInputs
 
 @dataclasses.dataclass(frozen=True)
 class ConvolutionConfig(PartConfig):
-    """Which of a mixer's streams are filtered, and how.
+    """Which of a mixer's branches (queries, keys, values) are filtered, and how.
 
     Attributes:
         size: tokens that the filter spans, this one included.

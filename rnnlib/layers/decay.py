@@ -422,7 +422,7 @@ class KeyDecay(DecayConfig):
 
 
 class KeyDecayGate(DecayGate):
-    """The decay and the key, of the key's stream.
+    """The decay and the key, of the key's branch.
 
     Attributes:
         lower_bounds: `[layers, H * K]`, or None.

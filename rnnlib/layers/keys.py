@@ -25,7 +25,7 @@ from rnnlib.ops.heads import rotate_pairs
 class Keys(NamedTuple):
     """The result of the keys axis.
 
-    The heads are those of the input streams: H, or H * mimo_rank if a token writes several keys. A key map may also
+    The heads are those of the input branches: H, or H * mimo_rank if a token writes several keys. A key map may also
     return value heads in place of key heads: HV, or HV * mimo_rank.
 
     Attributes:

@@ -243,7 +243,7 @@ class RecurrentMixer(MixerWithOutput):
         projected = shape.key_size if shape.projected_key_size is None else shape.projected_key_size
         self.tied_map = config.tie_feature_maps and isinstance(config.feature_map, FeatureMapConfig)
 
-        def stream(
+        def branch(
             kind: str, heads: int, size: int, feature_map: FeatureMap, norm: BranchNorm, borrows_map: bool = False
         ) -> QKVBranch:
             own = convolution if convolution is not None and getattr(convolution, kind) else None
@@ -252,12 +252,12 @@ class RecurrentMixer(MixerWithOutput):
             return QKVBranch(kind, shape, heads, size, convolution=own, feature_map=feature_map, rngs=rngs, **options)
 
         heads, shared = shape.key_heads * shape.mimo_rank, shape.shared_heads
-        self.query = stream("query", heads, projected, config.feature_map, config.query_norm)
+        self.query = branch("query", heads, projected, config.feature_map, config.query_norm)
         per_step = shape_of_steps(shape, config.steps)
         keys, values = shared or heads * config.steps, shared or per_step.value_heads
         key_map = config.feature_map if config.key_feature_map is None else config.key_feature_map
-        self.key = stream("key", keys, projected, key_map, config.key_norm, self.tied_map)
-        self.value = stream("value", values, shape.value_size, config.value_map, "none")
+        self.key = branch("key", keys, projected, key_map, config.key_norm, self.tied_map)
+        self.value = branch("value", values, shape.value_size, config.value_map, "none")
         check_decay_is_no_growth(config.decay, shape)
         self.decay = config.decay.build(shape, rngs=rngs)
         self.gain = config.gain.build(per_step, rngs=rngs)
@@ -265,9 +265,9 @@ class RecurrentMixer(MixerWithOutput):
         options = OperatorOptions(config.scale, config.chunk_size, config.implementation)
         self.solve = config.solve.build(shape, options, rngs=rngs)
         self.output_projection = config.output_projection.build(shape, rngs=rngs)
-        streams = (self.query, self.key, self.value)
-        maps = columns_of(*streams, self.decay, self.gain, self.keys, self.solve, self.output_projection)
-        in_place = columns_in_place(streams)
+        branches = (self.query, self.key, self.value)
+        maps = columns_of(*branches, self.decay, self.gain, self.keys, self.solve, self.output_projection)
+        in_place = columns_in_place(branches)
         self.input_projection = InputProjection(
             shape, maps, shared=shared_columns(in_place, maps), stores_shared=bool(in_place)
         )
@@ -342,14 +342,14 @@ class RecurrentMixer(MixerWithOutput):
         batch = inputs.x.shape[:2]
         tails = (None, None, None) if cache is None else (cache.query_tail, cache.key_tail, cache.value_tail)
         borrowed = self.query.feature_map if self.tied_map else None
-        streams, inputs = run_branches(
+        branches, inputs = run_branches(
             (self.query, self.key, self.value),
             inputs,
             segment_ids=segment_ids,
             tails=tails,
             feature_maps=(None, borrowed, None),
         )
-        (query, query_tail), (key, key_tail), (value, value_tail) = streams
+        (query, query_tail), (key, key_tail), (value, value_tail) = branches
 
         position = None
         if self.config.rotary is not None:

@@ -102,7 +102,7 @@ def register_preset(title: str, paper: str) -> Callable[[Callable[[], MixerConfi
     return register
 
 
-# PyTorch's default filter roughly keeps a stream's size; N(0, 0.02), the default here, makes it fifteen times smaller.
+# PyTorch's default filter roughly keeps its input's size; N(0, 0.02), the default here, makes it fifteen times smaller.
 # Gains that depend on the keys' length (Longhorn's, EFLA's) need it, and models whose code sets no other start from it.
 _LENGTH_PRESERVING = ConvolutionConfig(initializer=Initializer("fan_in_uniform", 1.0))
 

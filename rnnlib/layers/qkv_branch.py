@@ -1,4 +1,4 @@
-"""A stream of a recurrent mixer: from the mixer's input to the heads of its queries, keys or values."""
+"""A branch of a recurrent mixer: from the mixer's input to the heads of its queries, keys or values."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -58,7 +58,7 @@ class QKVBranch(nnx.Module, ColumnReader):
         self.convolution = (
             None if convolution is None else ShortConvolution(heads * size, convolution, shape, scale=scale, rngs=rngs)
         )
-        # The map, the name of an activation, or None if each call passes another stream's map.
+        # The map, the name of an activation, or None if each call passes another branch's map.
         own: HeadMap | str | None = feature_map if isinstance(feature_map, str) else None
         if not isinstance(feature_map, str) and not borrows_map:
             own = feature_map.build(size, shape, rngs=rngs)
@@ -72,7 +72,7 @@ class QKVBranch(nnx.Module, ColumnReader):
         tail: Float[Array, "B S C"] | None = None,
         feature_map: HeadMap | str | None = None,
     ) -> tuple[Float[Array, "B T H X"], Float[Array, "B S C"] | None]:
-        """The stream's heads, and the convolution's next tail; `feature_map` is another stream's map to use."""
+        """The branch's heads, and the convolution's next tail; `feature_map` is another branch's map to use."""
         y = inputs[self.name]
         chosen = self._chosen(feature_map)
         if self.convolution is not None:
@@ -108,7 +108,7 @@ class QKVBranch(nnx.Module, ColumnReader):
         return self.convolution.inputs(inputs[self.name], tail), self._epilogue(chosen)
 
     def _fused(self, tail: Array | None, chosen: HeadMap | str) -> ConvolutionBranch:
-        """The same, for inputs that lie beside other streams'."""
+        """The same, for inputs that lie beside other branches'."""
         assert self.convolution is not None
         return ConvolutionBranch(*self.convolution.filter(), tail, self._epilogue(chosen))
 
@@ -118,68 +118,68 @@ class QKVBranch(nnx.Module, ColumnReader):
 
 
 def run_branches(
-    streams: Sequence[QKVBranch],
+    branches: Sequence[QKVBranch],
     inputs: ProjectedInput,
     *,
     segment_ids: Int[Array, "B T"] | None,
     tails: Sequence[Array | None],
     feature_maps: Sequence[HeadMap | str | None],
 ) -> tuple[list[tuple[Float[Array, "B T H X"], Array | None]], ProjectedInput]:
-    """Runs all streams, where kernels serve with joint work.
+    """Runs all branches, where kernels serve with joint work.
 
     Of one token all convolutions are one launch. Of many tokens the convolutions read their columns in place in the
     product of the input projection's shared kernel.
 
     Args:
-        streams: what reads queries, keys and values.
+        branches: what reads queries, keys and values.
         inputs: the columns of the input projection.
-        segment_ids: as for a stream.
-        tails: of each stream.
+        segment_ids: as for a branch.
+        tails: of each branch.
         feature_maps: that each borrows.
 
     Returns:
-        Each stream's heads and next tail, and the inputs as the other parts are to read them.
+        Each branch's heads and next tail, and the inputs as the other parts are to read them.
     """
-    chosen = [stream._chosen(borrowed) for stream, borrowed in zip(streams, feature_maps)]
+    chosen = [branch._chosen(borrowed) for branch, borrowed in zip(branches, feature_maps)]
     results: Sequence[tuple[Array, Array | None]] | None = None
-    if inputs.x.shape[1] == 1 and all(stream.convolution is not None for stream in streams):
-        calls = [stream._call(inputs, tail, one) for stream, tail, one in zip(streams, tails, chosen)]
+    if inputs.x.shape[1] == 1 and all(branch.convolution is not None for branch in branches):
+        calls = [branch._call(inputs, tail, one) for branch, tail, one in zip(branches, tails, chosen)]
         results = one_token_convolutions(calls) if one_launch_supports(calls) else None
     if results is None and inputs.fused is not None:
-        results, inputs = _in_place(streams, inputs, segment_ids, tails, chosen)
+        results, inputs = _in_place(branches, inputs, segment_ids, tails, chosen)
     if results is not None:
-        return [(s._heads_of(y, one), tail) for s, (y, tail), one in zip(streams, results, chosen)], inputs
-    every = zip(streams, tails, feature_maps)
+        return [(s._heads_of(y, one), tail) for s, (y, tail), one in zip(branches, results, chosen)], inputs
+    every = zip(branches, tails, feature_maps)
     found = [s(inputs, segment_ids=segment_ids, tail=tail, feature_map=borrowed) for s, tail, borrowed in every]
     return found, inputs
 
 
-def columns_in_place(streams: Sequence[QKVBranch]) -> list[str]:
-    """The order of the streams' columns in a shared kernel, for convolutions that read them in place; empty without.
+def columns_in_place(branches: Sequence[QKVBranch]) -> list[str]:
+    """The order of the branches' columns in a shared kernel, for convolutions that read them in place; empty without.
 
-    Wide streams come first: each begins at a multiple of its channels, if those of wider ones are multiples of them.
+    Wide branches come first: each begins at a multiple of its channels, if those of wider ones are multiples of them.
     """
-    if any(stream.convolution is None for stream in streams):
+    if any(branch.convolution is None for branch in branches):
         return []
-    return [stream.name for stream in sorted(streams, key=lambda stream: -stream.heads * stream.size)]
+    return [branch.name for branch in sorted(branches, key=lambda branch: -branch.heads * branch.size)]
 
 
 def _in_place(
-    streams: Sequence[QKVBranch],
+    branches: Sequence[QKVBranch],
     inputs: ProjectedInput,
     segment_ids: Array | None,
     tails: Sequence[Array | None],
     chosen: Sequence[HeadMap | str],
 ) -> tuple[list[tuple[Array, Array | None]] | None, ProjectedInput]:
-    """Each stream's convolution and next tail, and the inputs after it; None where no kernel serves."""
-    order = columns_in_place(streams)
+    """Each branch's convolution and next tail, and the inputs after it; None where no kernel serves."""
+    order = columns_in_place(branches)
     if not order or inputs.fused is None or [name for name, _, _ in inputs.places[: len(order)]] != order:
         return None, inputs
-    joined = {s.name: s._fused(tail, one) for s, tail, one in zip(streams, tails, chosen)}
+    joined = {s.name: s._fused(tail, one) for s, tail, one in zip(branches, tails, chosen)}
     in_order = [joined[name] for name in order]
     if not fused_convolutions_support(inputs.fused, in_order):
         return None, inputs
     results, rest = fused_convolutions(inputs.fused, in_order, segment_ids=segment_ids)
     by_name = dict(zip(order, results))
-    columns = sum(stream.kernel.shape[1] for stream in in_order)
-    return [by_name[stream.name] for stream in streams], inputs.after(columns, rest)
+    columns = sum(branch.kernel.shape[1] for branch in in_order)
+    return [by_name[branch.name] for branch in branches], inputs.after(columns, rest)

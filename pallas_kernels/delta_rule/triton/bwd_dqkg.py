@@ -200,6 +200,128 @@ def of_argument(kernel_shape: KernelShape, part: Array, like: Any, dtype: Any = 
     return part.astype(dtype or like.dtype)
 
 
+# The arguments whose gradients the kernel finds.
+_FOUND = ("q", "k", "write_key", "erase", "log_decay", "value_key")
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeyBlocks:
+    """Where each program, of a value head, a chunk and a block of key channels, finds its arrays.
+
+    Attributes:
+        shape: static facts.
+        width: key channels of a block.
+        finest: those of the narrowest blocks of a call, each of which has a part of the gradients of gates and decays
+            that are one number a token.
+        shares_parts: whether such a gradient has several parts.
+    """
+
+    shape: KernelShape
+    width: int
+    finest: int
+    shares_parts: bool
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Value heads, chunks, and blocks of key channels of all rows."""
+        return self.shape.value_heads, self.shape.chunks, self.shape.batch * (self.shape.key_size // self.width)
+
+    def at_key(self, h, n, z) -> tuple[Any, ...]:
+        """Row, chunk, value head and block of key channels."""
+        key_blocks = self.shape.key_size // self.width
+        return lax.div(z, key_blocks), n, h, lax.rem(z, key_blocks)
+
+    def at_value(self, *program) -> tuple[Any, ...]:
+        """The same with all channels."""
+        return *self.at_key(*program)[:3], 0
+
+    def at_matrix(self, *program) -> tuple[Any, ...]:
+        """Row, value head and chunk of a matrix of the chunk."""
+        b, n, h, _ = self.at_key(*program)
+        return b, h, n, 0
+
+    def token(self, array: Any) -> Operand | None:
+        """The block's channels of the chunk's tokens, or their one number."""
+        return self.shape.of_token(array, CHUNK, self.at_key, self.width)
+
+    def token_values(self, array: Any) -> Operand | None:
+        """All value channels of the chunk's tokens."""
+        return self.shape.of_token(array, CHUNK, self.at_value, self.shape.value_size)
+
+    def state(self, array: Any) -> Operand | None:
+        """The block's channels of the state at the chunk, `[V, K]`."""
+
+        def place(*program):
+            b, n, h, c = self.at_key(*program)
+            return b, h, n, 0, c
+
+        return self.shape.of_head(array, (None, self.shape.value_size, self.width), place)
+
+    def matrix(self, array: Any, rows: int) -> Operand | None:
+        """A matrix of the chunk, `[rows, C]`."""
+        return self.shape.of_head(array, (None, rows, CHUNK), lambda *program: (*self.at_matrix(*program), 0))
+
+    def row(self, array: Any) -> Operand | None:
+        """One number a token of the chunk."""
+        return self.shape.of_head(array, (None, CHUNK), self.at_matrix)
+
+    def of_chunk(self, array: Any, *size: int) -> Operand | None:
+        """What the chunk has once, for all key channels or for the block's."""
+
+        def place(*program):
+            b, n, h, c = self.at_key(*program)
+            return (b, h, n, c)[: array.ndim]
+
+        return self.shape.of_head(array, (None, *size), place)
+
+    def gradient(self, like: Any) -> Operand | None:
+        """Gradient of an argument by value head; where it is one number a token, a part from each key block."""
+        if like is None:
+            return None
+        s = self.shape
+        is_whole = like.shape[2] == s.value_heads and (like.ndim == 4 or not self.shares_parts)
+        shape = (s.batch, s.length, s.value_heads, *like.shape[3:])
+        dtype = like.dtype if is_whole else jnp.float32
+        if like.ndim == 4:
+            return self.token(jax.ShapeDtypeStruct(shape, dtype))
+
+        def place(*program):
+            b, n, h, c = self.at_key(*program)
+            return c, b, n, h
+
+        struct = jax.ShapeDtypeStruct((s.key_size // self.finest, *shape), dtype)
+        return Operand(struct, (self.width // self.finest, None, CHUNK, None), place)
+
+
+def _arguments(
+    blocks: _KeyBlocks, x: Inputs, d_out: Array, saved: Saved, pairs: PairGradients, tied_gates: bool
+) -> dict[str, Operand | None]:
+    """What `_keys_kernel` reads, by name, but for a channel-wise decay's factors."""
+    shape = blocks.shape
+    return {
+        "q": blocks.token(x.q),
+        "k": blocks.token(x.k),
+        "write_key": blocks.token(x.write_key),
+        "erase": blocks.token(x.erase),
+        "gate": None if is_channel_wise(x.write) or tied_gates else blocks.token(x.write),
+        "log_decay": blocks.token(x.log_decay),
+        "resets": shape.of_position(x.resets, blocks.at_key),
+        "d_out": blocks.token_values(d_out),
+        "states": blocks.state(saved.states),
+        "d_states": blocks.state(saved.back.d_states),
+        "residuals": blocks.matrix(saved.residuals, shape.value_size),
+        "d_values": blocks.token_values(saved.back.d_values) if shape.online else None,
+        "d_scores": blocks.matrix(pairs.d_scores, CHUNK),
+        "d_erased": blocks.matrix(pairs.d_erased, CHUNK),
+        "d_own": blocks.row(pairs.d_own),
+        "value_key": blocks.token(x.value_key),
+        "v": None if x.value_key is None else blocks.token_values(x.v),
+        "d_added_scores": blocks.matrix(pairs.d_added_scores, CHUNK),
+        "d_added_pairs": blocks.matrix(pairs.d_added_pairs, CHUNK),
+        "d_added_own": blocks.row(pairs.d_added_own),
+    }
+
+
 def bwd_dqkg(
     kernel_shape: KernelShape,
     inputs: Inputs,
@@ -233,127 +355,53 @@ def bwd_dqkg(
     Returns:
         Gradients in the arguments' shapes and dtypes; that of the initial state is None.
     """
-    p, x, d_write = kernel_shape, inputs, saved.back.d_write
+    x = inputs
     write_key: Any = x.write_key
     if write_key is not None and write_key_dtype is not None:
         write_key = jax.ShapeDtypeStruct(write_key.shape, write_key_dtype)
+    like = x._replace(write_key=write_key)
     is_channel_side = is_channel_wise(x.log_decay)
-    width = min(launch.block, p.key_size)
+    width = min(launch.block, kernel_shape.key_size)
     finest = min(width, EXTREME_WIDTH) if is_channel_side else width
-    shares_parts = finest < p.key_size or tied_gates
+    blocks = _KeyBlocks(kernel_shape, width, finest, shares_parts=finest < kernel_shape.key_size or tied_gates)
 
-    def arrays(width: int) -> tuple[dict[str, Operand | None], dict[str, Operand | None], tuple[int, int, int]]:
-        """What a kernel that takes blocks of `width` key channels reads and writes, and its grid."""
-        key_blocks = p.key_size // width
-
-        def at_key(h, n, z):
-            return lax.div(z, key_blocks), n, h, lax.rem(z, key_blocks)
-
-        def at_value(h, n, z):
-            return lax.div(z, key_blocks), n, h, 0
-
-        def token(array, at=at_key, size=width):
-            return p.of_token(array, CHUNK, at, size)
-
-        def gradient(like):
-            """Gradient of an argument by value head; where it is one number a token, a part from each key block."""
-            if like is None:
-                return None
-            is_whole = like.shape[2] == p.value_heads and (like.ndim == 4 or not shares_parts)
-            shape = (p.batch, p.length, p.value_heads, *like.shape[3:])
-            dtype = like.dtype if is_whole else jnp.float32
-            if like.ndim == 4:
-                return token(jax.ShapeDtypeStruct(shape, dtype))
-            struct = jax.ShapeDtypeStruct((p.key_size // finest, *shape), dtype)
-            block = (width // finest, None, CHUNK, None)
-            return Operand(struct, block, lambda *g: (at_key(*g)[3], *at_key(*g)[:3]))
-
-        def of_state(array):
-            def place(*g):
-                b, n, h, c = at_key(*g)
-                return b, h, n, 0, c
-
-            return p.of_head(array, (None, p.value_size, width), place)
-
-        def at_matrix(*g):
-            b, n, h, _ = at_key(*g)
-            return b, h, n, 0
-
-        def of_matrix(array, rows):
-            return p.of_head(array, (None, rows, CHUNK), lambda *g: (*at_matrix(*g), 0))
-
-        def of_chunk(array, *size):
-            return p.of_head(
-                array,
-                (None, *size),
-                lambda *g: (at_key(*g)[0], at_key(*g)[2], at_key(*g)[1], at_key(*g)[3])[: array.ndim],
-            )
-
-        outputs = {
-            "d_q": gradient(x.q),
-            "d_k": gradient(x.k),
-            "d_write_key": gradient(write_key),
-            "d_erase": gradient(x.erase),
-            "d_log_decay": gradient(x.log_decay),
-            "d_value_key": gradient(x.value_key),
-        }
-        given = {
-            "q": token(x.q),
-            "k": token(x.k),
-            "write_key": token(x.write_key),
-            "erase": token(x.erase),
-            "gate": None if is_channel_wise(x.write) or tied_gates else token(x.write),
-            "log_decay": token(x.log_decay),
-            "resets": p.of_position(x.resets, at_key),
-            "d_out": token(d_out, at_value, p.value_size),
-            "states": of_state(saved.states),
-            "d_states": of_state(saved.back.d_states),
-            "residuals": of_matrix(saved.residuals, p.value_size),
-            "d_values": token(saved.back.d_values, at_value, p.value_size) if p.online else None,
-            "d_scores": of_matrix(pairs.d_scores, CHUNK),
-            "d_erased": of_matrix(pairs.d_erased, CHUNK),
-            "d_own": p.of_head(pairs.d_own, (None, CHUNK), at_matrix),
-            "value_key": token(x.value_key),
-            "v": None if x.value_key is None else token(x.v, at_value, p.value_size),
-            "d_added_scores": of_matrix(pairs.d_added_scores, CHUNK),
-            "d_added_pairs": of_matrix(pairs.d_added_pairs, CHUNK),
-            "d_added_own": p.of_head(pairs.d_added_own, (None, CHUNK), at_matrix),
-        }
+    def arrays(blocks: _KeyBlocks) -> tuple[tuple[int, int, int], dict[str, Any], dict[str, Operand | None]]:
+        """The grid of a kernel, what it reads and what it writes."""
+        given = _arguments(blocks, x, d_out, saved, pairs, tied_gates)
         if is_channel_side:
-            given |= {name: of_chunk(getattr(prepared, name), width) for name in ("front", "tail", "kept")}
-            given["extreme"] = of_chunk(prepared.extreme)
-        return given, outputs, (p.value_heads, p.chunks, p.batch * key_blocks)
+            given |= {
+                name: blocks.of_chunk(getattr(prepared, name), blocks.width) for name in ("front", "tail", "kept")
+            }
+            given["extreme"] = blocks.of_chunk(prepared.extreme)
+        return blocks.grid, given, {f"d_{name}": blocks.gradient(getattr(like, name)) for name in _FOUND}
 
-    static: dict[str, Any] = {"kernel_shape": p, "block": min(launch.inner, p.value_size), "tied_gates": tied_gates}
-    operands, outputs, grid = arrays(width)
-    results = others or call(_keys_kernel, "delta_gradients", grid, operands, outputs, launch, **static)
+    static: dict[str, Any] = {"kernel_shape": kernel_shape, "tied_gates": tied_gates}
+    static["block"] = min(launch.inner, kernel_shape.value_size)
+    results = others or call(_keys_kernel, "delta_gradients", *arrays(blocks), launch, **static)
     if is_channel_side and prepared.extreme is not None:
-        operands, outputs, grid = arrays(finest)
+        grid, given, outputs = arrays(dataclasses.replace(blocks, width=finest))
         updates = {
             name: dataclasses.replace(operand, array=results[name])  # type: ignore[arg-type]
             for name, operand in outputs.items()
             if operand is not None
         }
-        static |= {"of_extreme": True}
-        results = call(
-            _keys_kernel, "delta_gradients_extreme", grid, operands, outputs, launch, updates=updates, **static
-        )
-    results["d_write"] = None if tied_gates else d_write
+        options: dict[str, Any] = {"updates": updates, "of_extreme": True, **static}
+        results = call(_keys_kernel, "delta_gradients_extreme", grid, given, outputs, launch, **options)
+    results["d_write"] = None if tied_gates else saved.back.d_write
     d_v, results["d_k"], results["d_write_key"] = zero_closed(
-        p, *gates, saved.back.d_v, results["d_k"], results["d_write_key"]
+        kernel_shape, *gates, saved.back.d_v, results["d_k"], results["d_write_key"]
     )
 
-    def summed(name: str, like: Any) -> Array | None:
+    def summed(name: str) -> Array | None:
         """Adds up the parts of key blocks and of the value heads that share a key head."""
-        part = results["d_" + name]
-        if part is None or like is None:
+        part, argument = results["d_" + name], getattr(like, name)
+        if part is None or argument is None:
             return None
-        if name in ("erase", "log_decay") and like.ndim == 3:
+        if name in ("erase", "log_decay") and argument.ndim == 3:
             part = jnp.sum(part, axis=0) if part.shape[0] > 1 else part[0]
             if name == "erase" and tied_gates:
-                part = jnp.add(part, d_write)  # type: ignore[arg-type]
-        return of_argument(p, part, like)
+                part = jnp.add(part, saved.back.d_write)  # type: ignore[arg-type]
+        return of_argument(kernel_shape, part, argument)
 
     names = ("q", "k", "write_key", "erase", "write", "log_decay", "value_key")
-    given = x._replace(write_key=write_key)
-    return Inputs(v=d_v, **{name: summed(name, getattr(given, name)) for name in names})  # type: ignore[arg-type]
+    return Inputs(v=d_v, **{name: summed(name) for name in names})  # type: ignore[arg-type]

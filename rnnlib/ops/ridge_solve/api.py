@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -119,12 +119,7 @@ def ridge_solve(
     check_chunk_size(_NAME, chunk_size)
     check_value(_NAME, "iterations", iterations, PositiveInteger)
     check_value(_NAME, "adaptive", adaptive, bool)
-    if isinstance(solver, str):
-        if solver not in METHODS:
-            raise ValueError(f"{_NAME}: solver is {solver!r}, expected one of {METHODS} or a Solver")
-        solver = Solver(solver)
-    elif not isinstance(solver, Solver):
-        raise TypeError(f"{_NAME}: solver is {solver!r}, expected one of {METHODS} or a Solver")
+    solver = _checked_solver(solver)
 
     strength = jnp.asarray(ridge, accumulation_dtype(q, k, log_decay, initial_gram)) if array is None else array
     by_channel = strength if strength.ndim == 2 else strength.reshape(-1, 1)
@@ -149,15 +144,19 @@ def ridge_solve(
     if axis is None:
         return run(inputs, initial_gram, segment_ids)
     with context_axis(None):  # The Gram matrix is linear attention's state, with keys for values.
-        own = linear_attention(
-            k,
-            k,
-            k,
-            log_decay=log_decay,
-            segment_ids=segment_ids,
-            chunk_size=chunk_size,
-            implementation=implementation,
-        )[1]
+        call: dict[str, Any] = {"segment_ids": segment_ids, "chunk_size": chunk_size, "implementation": implementation}
+        own = linear_attention(k, k, k, log_decay=log_decay, **call)[1]
     gram = enter_gram(own, log_decay, initial_gram, segment_ids, axis)
     out, final = run(inputs, gram, segment_ids)
     return out, of_last(final, axis)
+
+
+def _checked_solver(solver: str | Solver) -> Solver:
+    """The solver that the argument means."""
+    if isinstance(solver, Solver):
+        return solver
+    if not isinstance(solver, str):
+        raise TypeError(f"{_NAME}: solver is {solver!r}, expected one of {METHODS} or a Solver")
+    if solver not in METHODS:
+        raise ValueError(f"{_NAME}: solver is {solver!r}, expected one of {METHODS} or a Solver")
+    return Solver(solver)
