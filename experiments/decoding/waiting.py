@@ -1,7 +1,7 @@
 """`python -m experiments.decoding.waiting`: the step of one token where writes to the state wait, and where none does.
 
-Both in one process: the kernel in a loop over tokens and layers, then whole models. On a GPU the kernel's time is that
-of a profile: between kernels of a loop pass 10 to 30 microseconds where XLA makes no CUDA graph of it.
+Both in one process: the kernel in a loop over tokens and layers. On a GPU its time is that of a profile: between
+kernels of a loop pass 10 to 30 microseconds where XLA makes no CUDA graph of it.
 """
 
 import dataclasses
@@ -18,8 +18,6 @@ import jax.numpy as jnp
 import tyro
 from jax import Array, lax
 
-from experiments.decoding.measure import time_model
-from experiments.decoding.study import DecodingSetting, configurations, study
 from experiments.harness.command import errors_as_lines
 from experiments.harness.environment import command_line, environment
 from experiments.harness.tables import write_text
@@ -29,8 +27,6 @@ from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.delta_rule.api import gated_delta_rule
 from pallas_kernels.delta_rule.delayed_state import PERIOD, DelayedState, without_pending
 from pallas_kernels.delta_rule.delayed_update import delayed_token, flush
-from rnnlib.models import ModelConfig
-from rnnlib.ops import delayed_update
 
 Step = Callable[[Array, dict[str, Any], Any], tuple[Array, Any]]
 
@@ -41,10 +37,6 @@ class Options:
 
     output: pathlib.Path
     """JSON file of the numbers."""
-    setting: DecodingSetting = "real"
-    """Models of the study at this setting."""
-    models: tuple[str, ...] = ()
-    """Labels of the models that are timed whole; none by default."""
     texts: tuple[int, ...] = (16, 32, 64, 256)
     heads: int = 8
     channels: int = 128
@@ -160,44 +152,17 @@ def _seconds(run: Callable[[], Any]) -> float:
     return min(seconds)
 
 
-def time_models(options: Options, models: dict[str, ModelConfig]) -> list[dict[str, Any]]:
-    """Milliseconds of a token of whole models, the fastest of two blocks."""
-    plan = dataclasses.replace(study(options.setting), blocks=3)
-    least = delayed_update.LEAST_BYTES
-    records = []
-    try:
-        for label, config in models.items():
-            for texts in options.texts:
-                record: dict[str, Any] = {"model": label, "texts": texts}
-                for name, limit in (("stored_each_time", 2**60), ("waiting", least)):
-                    delayed_update.LEAST_BYTES = limit
-                    jax.clear_caches()
-                    found = time_model(config, texts, plan)
-                    seconds = min(found["token_seconds"])
-                    record[f"{name}_ms"] = round(1e3 * seconds, 3)
-                    if found["limit_seconds"] is not None:
-                        record[f"{name}_of_bandwidth"] = round(found["limit_seconds"] / seconds, 4)
-                records.append(record)
-                print(json.dumps(record), flush=True)
-    finally:
-        delayed_update.LEAST_BYTES = least
-        jax.clear_caches()
-    return records
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Times what the options say and writes it."""
     options = tyro.cli(Options, args=argv, prog="python -m experiments.decoding.waiting")
     where = environment(command_line("experiments.decoding.waiting"), options.commit)
     with errors_as_lines():
-        models = configurations(study(options.setting), options.models)
         kernels = []
         for decay in options.decays:
             for texts in options.texts:
                 kernels.append(time_kernels(options, decay, texts))
                 print(json.dumps(kernels[-1]), flush=True)
-        content = {"kernels": kernels, "models": time_models(options, models), "environment": where}
-        write_text(options.output, json.dumps(content, indent=1) + "\n")
+        write_text(options.output, json.dumps({"kernels": kernels, "environment": where}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """`python -m experiments.throughput.attention`: causal attention's gradients by cuDNN and by this repository's kernel.
 
 By turns in one process. cuDNN's gradients are timed as programs get them that need not be deterministic, and as
-deterministic ones do; the kernel's are the same in both. With `--steps` whole training steps of a Transformer++ too.
+deterministic ones do; the kernel's are the same in both.
 """
 
 import dataclasses
 import functools
-import importlib
 import json
 import pathlib
 import time
@@ -22,10 +21,7 @@ from jax import Array
 from experiments.harness.command import errors_as_lines
 from experiments.harness.environment import command_line, environment
 from experiments.harness.pictures import pyplot, save
-from experiments.harness.study import Setting
 from experiments.harness.tables import write_text
-from experiments.throughput.measure import CompiledCase, Measurement, compile_case
-from experiments.throughput.study import TRANSFORMER, Case, study
 from rnnlib.ops import causal_attention
 
 Arrays = tuple[Array, ...]
@@ -36,13 +32,6 @@ KINDS = {
     "cudnn_deterministic": ("cuDNN, deterministic", "tab:orange"),
 }
 """Gradients that are timed: label and colour."""
-STEPS = {
-    "kernel": ("this repository's gradients", "tab:blue"),
-    "cudnn": ("cuDNN's gradients", "tab:gray"),
-    "kernel_deterministic": ("this repository's gradients, deterministic", "tab:blue"),
-    "cudnn_deterministic": ("cuDNN's gradients, deterministic", "tab:orange"),
-}
-"""Whole steps that are timed, likewise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +74,6 @@ class Options:
     """Of a turn, one asked for after the other."""
     lengths: tuple[int, ...] = ()
     """Only problems of these tokens a row."""
-    steps: bool = False
-    """Time steps of the study's Transformer++ by turns too: nothing recomputed, layers one after another."""
-    setting: Setting = "real"
-    """Steps of the study at this setting."""
     report_only: bool = False
     """Time nothing: draw the numbers that `output` has."""
     commit: str | None = None
@@ -156,49 +141,8 @@ def time_problem(problem: Problem, turns: int, calls: int) -> dict[str, Any]:
     return record
 
 
-def compile_step(setting: Setting, kind: str) -> CompiledCase:
-    """The study's step of a Transformer++, one of `STEPS`."""
-    plan = study(setting)
-    case = Case(
-        TRANSFORMER, plan.main_length, deterministic=kind.endswith("deterministic"), keeps="everything", unrolled=True
-    )
-    # The module, whose name in `rnnlib.ops` is that of its function.
-    module: Any = importlib.import_module("rnnlib.ops.causal_attention")
-    chosen = module.attention_gradient_kernel
-    jax.clear_caches()
-    try:
-        if kind.startswith("cudnn"):
-            module.attention_gradient_kernel = lambda *arrays: None
-        return compile_case(plan, case)
-    finally:
-        module.attention_gradient_kernel = chosen
-        jax.clear_caches()
-
-
-def time_steps(setting: Setting, turns: int, calls: int) -> list[dict[str, Any]]:
-    """Times whole steps with each kind of gradients, one ahead of the one that is waited for, by turns."""
-    plan = study(setting)
-    running = {kind: Measurement(plan, compile_step(setting, kind)) for kind in STEPS}
-    for _ in range(turns):
-        for measurement in running.values():
-            measurement.time_ahead(calls)
-    records = []
-    for kind, measurement in running.items():
-        seconds = np.reshape(measurement.seconds_ahead, (turns, calls))
-        record = {"gradients": kind, "step_milliseconds_of_turns": (1e3 * np.median(seconds, axis=1)).round(3).tolist()}
-        record |= {"step_milliseconds": round(1e3 * float(np.median(seconds)), 3)}
-        measurement.time(1)
-        found = measurement.finish()
-        record |= {name: found.get(name) for name in ("utilization_ahead", "same_bits_twice", "memory", "losses")}
-        records.append(record)
-    return records
-
-
 def picture(content: dict[str, Any], output: pathlib.Path) -> None:
-    """Draws the pace of gradients, problem by problem, or of whole steps if these were timed."""
-    if content.get("steps"):
-        _draw_steps(content, output)
-        return
+    """Draws the pace of gradients, problem by problem."""
     records = content["problems"]
     drawing, axes = pyplot().subplots(figsize=(9, 1.4 + 0.55 * len(records)), layout="constrained")
     for i, record in enumerate(records):
@@ -223,22 +167,6 @@ def picture(content: dict[str, Any], output: pathlib.Path) -> None:
     save(drawing, output.parent.parent / "figures" / f"{output.stem}.png")
 
 
-def _draw_steps(content: dict[str, Any], output: pathlib.Path) -> None:
-    drawing, axes = pyplot().subplots(figsize=(9, 2.6), layout="constrained")
-    records = sorted(content["steps"], key=lambda record: record["step_milliseconds"])
-    for i, record in enumerate(records):
-        milliseconds, utilization = record["step_milliseconds"], record["utilization_ahead"]
-        axes.barh(i, milliseconds, height=0.6, color=STEPS[record["gradients"]][1], alpha=0.8)
-        peak = "" if utilization is None else f", {utilization:.1%} of peak"
-        axes.text(milliseconds, i, f" {milliseconds:.1f} ms{peak}", va="center", fontsize=8)
-    axes.set_yticks(range(len(records)), [STEPS[record["gradients"]][0] for record in records], fontsize=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.3)
-    axes.set_xlabel("ms a step, from 0; median of all turns", fontsize=8)
-    drawing.suptitle(f"Steps of a Transformer++, nothing recomputed, {content['environment']['device']}", fontsize=10)
-    save(drawing, output.parent.parent / "figures" / f"{output.stem}.png")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Times what the options say and writes it."""
     options = tyro.cli(Options, args=argv, prog="python -m experiments.throughput.attention")
@@ -256,9 +184,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             records.append(time_problem(problem, options.turns, options.calls))
             print(json.dumps(records[-1]), flush=True)
         content = {"problems": records, "environment": where}
-        if options.steps:
-            content["steps"] = time_steps(options.setting, options.turns, options.calls)
-            print(json.dumps(content["steps"]), flush=True)
         write_text(options.output, json.dumps(content, indent=1) + "\n")
         picture(content, options.output)
 
