@@ -1,20 +1,19 @@
 """`python -m experiments.kill_check`: kills processes of a training run at random moments, and starts it again.
 
-Two processes of two devices train one model, whose parameters lie in four shards. Again and again one of them, or both,
-is killed (SIGKILL): while they start, between steps, or while a checkpoint is being written. The run is started again
-with `resume` until it is done, then another is begun. Its losses are compared with those of a run left alone.
+Again and again one of them, or all, are killed (SIGKILL): while they start, between steps, or while a checkpoint is
+being written. The run is started again with `resume` until it is done, then another is begun. Its losses are compared
+with those of a run left alone. `--setting device` has one process on a GPU, and says whether
+`TrainConfig.deterministic` is needed: two runs without it are compared with each other.
 """
 
 import dataclasses
 import hashlib
 import itertools
 import json
-import os
 import pathlib
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 from typing import Any, Literal
@@ -26,156 +25,42 @@ from flax import nnx
 
 from experiments.harness.environment import command_line, environment
 from experiments.harness.tables import write_text
-from rnnlib.data import DataConfig
-from rnnlib.models import ModelConfig
-from rnnlib.training import (
-    CheckpointConfig,
-    DistributedConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    MeshConfig,
-    OptimizerConfig,
-    TrainConfig,
-    ending_together,
-    join_processes,
-    load_run,
-    read_csv,
-    train,
-)
+from experiments.kill_check.training import Setting, Start, Training, training
+from rnnlib.training import load_run, read_csv
 
 FOLDER = pathlib.Path(__file__).parent
-PROCESSES, DEVICES, EVERY, KEEP = 2, 2, 5, 3
 COMPARED = ("loss", "gradient_norm")
+_SECONDS = 600
+"""That a run may take which nobody kills."""
 Moment = Literal["starting", "stepping", "saving"]
+Rows = list[dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Kills, starts again and compares."""
 
+    setting: Setting = "processes"
+    """"processes" has two on CPUs, "device" one on this machine's device."""
     kills: int = 32
     """How many times."""
     steps: int = 60
-    """Steps of a run, with a checkpoint after every fifth."""
+    """Steps of a run, with a checkpoint after every fifth ("processes") or every third part of them ("device")."""
     seed: int = 0
     """Of the moments and of who is killed."""
     lost_seconds: float = 6.0
     """A process without a sign of life for so long is lost."""
-    output: pathlib.Path = FOLDER / "results.json"
-    """Where the result goes."""
+    output: pathlib.Path = FOLDER
+    """Folder of the result."""
     work: pathlib.Path = pathlib.Path("runs/kill_check")
     """Folder of the runs; what is in it is removed."""
     commit: str | None = None
     """Commit to record where there is no git repository."""
 
     def __post_init__(self) -> None:
-        for name in ("kills", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-
-
-def config(options: Options) -> TrainConfig:
-    """What is trained."""
-    return TrainConfig(
-        model=ModelConfig(width=16, num_layers=1, num_heads=2, mlp_width=16, mixers=("linear_attention",)),
-        data=DataConfig(
-            source="text", paths=(f"{options.work}/text/*.txt",), split_by="tail", sequence_length=16, batch_size=8
-        ),
-        optimizer=OptimizerConfig(warmup_steps=5),
-        checkpoint=CheckpointConfig(every=EVERY, keep=KEEP),
-        evaluation=EvaluationConfig(every=options.steps, batches=1),
-        logging=LoggingConfig(tensorboard=False, picture=False),
-        mesh=MeshConfig(data=1, fsdp=PROCESSES * DEVICES),
-        steps=options.steps,
-    )
-
-
-def write_corpus(folder: pathlib.Path) -> None:
-    """A few files of sums."""
-    folder.mkdir(parents=True)
-    for number in range(12):
-        words = " ".join(f"{number} plus {i} is {number + i};" for i in range(100))
-        (folder / f"{number:02}.txt").write_text(words)
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-class Pair:
-    """The processes of one start. They are forks of this one, which has imported all and computed nothing."""
-
-    def __init__(self, options: Options, name: str, number: int):
-        """Starts or continues a run.
-
-        Args:
-            options: those of the command.
-            name: the run's.
-            number: of this start, for the names of what the processes print.
-        """
-        self.folder, port = options.work / name, free_port()
-        self.codes: dict[int, int] = {}
-        self._pids = [self._fork(options, process, port, number) for process in range(PROCESSES)]
-
-    def _fork(self, options: Options, process: int, port: int, number: int) -> int:
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            out = os.open(options.work / f"{number}-{process}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            self._train(options, process, port)
-            code = 0
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", flush=True)
-        finally:
-            os._exit(code)
-
-    def _train(self, options: Options, process: int, port: int) -> None:
-        jax.config.update("jax_num_cpu_devices", DEVICES)
-        join_processes(DistributedConfig(f"127.0.0.1:{port}", PROCESSES, process, lost_seconds=options.lost_seconds))
-
-        def report(error: BaseException) -> int:
-            print(f"{type(error).__name__}: {error}", flush=True)
-            return 1
-
-        with ending_together(report):
-            train(config(options), self.folder, resume=self.folder.exists())
-        jax.distributed.shutdown()  # as at the end of a program, which a fork does not come to: together
-
-    def poll(self) -> bool:
-        """Whether all of them have ended."""
-        for process, pid in enumerate(self._pids):
-            if process not in self.codes:
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
-                    self.codes[process] = os.waitstatus_to_exitcode(status)
-        return len(self.codes) == PROCESSES
-
-    def kill(self, victims: tuple[int, ...]) -> None:
-        """Ends processes as a lost machine would."""
-        for process in victims:
-            if process not in self.codes:
-                os.kill(self._pids[process], signal.SIGKILL)
-
-    def wait(self, seconds: float) -> float:
-        """Waits until all have ended; how long that took.
-
-        Raises:
-            RuntimeError: they have not.
-        """
-        start = time.monotonic()
-        while not self.poll():
-            if time.monotonic() - start > seconds:
-                self.kill(tuple(range(PROCESSES)))
-                raise RuntimeError(f"processes of {self.folder} were still there after {seconds:.0f} s")
-            time.sleep(0.01)
-        return time.monotonic() - start
+        for name, least in {"kills": 1, "steps": 6}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
 def saved(folder: pathlib.Path) -> list[int]:
@@ -189,7 +74,7 @@ def is_saving(folder: pathlib.Path) -> bool:
     return any((folder / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
 
 
-def rows(folder: pathlib.Path) -> list[dict[str, float]]:
+def rows(folder: pathlib.Path) -> Rows:
     """The training steps that a run has recorded."""
     return [{key: row[key] for key in ("step", *COMPARED)} for row in read_csv(folder / "metrics.csv")]
 
@@ -201,52 +86,62 @@ def arrays(folder: pathlib.Path) -> str:
     return hashlib.sha256(repr(pairs).encode()).hexdigest()
 
 
-def await_moment(pair: Pair, moment: Moment, chance: random.Random) -> None:
-    """Waits until the moment to kill: at once where the run has ended before."""
-    folder, deadline = pair.folder, time.monotonic() + 120
+def first_difference(one: Rows, other: Rows) -> int | None:
+    """The first step at which two runs differ in a compared column, None if none."""
+    for a, b in zip(one, other):
+        if a != b:
+            return int(a["step"])
+    return None if len(one) == len(other) else min(len(one), len(other)) + 1
+
+
+def await_moment(start: Start, moment: Moment, every: int, chance: random.Random) -> None:
+    """Waits for the moment to kill, at most four times `every` steps later, or until the run ends."""
+    folder, deadline = start.folder, time.monotonic() + 120
     begun = len(rows(folder))
     if moment == "starting":
         deadline = time.monotonic() + chance.uniform(0, 4)
     else:
-        more = chance.randint(1, 4 * EVERY)
+        more = chance.randint(1, 4 * every)
 
         def reached() -> bool:
             recorded = len(rows(folder))
             # A start drops the rows after its checkpoint, and then adds to them.
             return recorded >= min(begun, (saved(folder) or [0])[-1]) + more and recorded != begun
 
-        while not reached() and not pair.poll() and time.monotonic() < deadline:
+        while not reached() and not start.has_ended and time.monotonic() < deadline:
             time.sleep(0.003)
         pause = chance.uniform(0, 0.15)
         if moment == "saving":
-            while not is_saving(folder) and not pair.poll() and time.monotonic() < deadline:
+            while not is_saving(folder) and not start.has_ended and time.monotonic() < deadline:
                 pass
             pause = chance.uniform(0, 0.05)
         deadline = time.monotonic() + pause
-    while not pair.poll() and time.monotonic() < deadline:
+    while not start.has_ended and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
-def one_kill(pair: Pair, moment: Moment, victims: tuple[int, ...], options: Options, chance: random.Random) -> Any:
+def one_kill(
+    start: Start, moment: Moment, victims: tuple[int, ...], plan: Training, chance: random.Random
+) -> dict[str, Any] | None:
     """Kills processes of a start; what was there before and after, or None where the run has ended before."""
-    await_moment(pair, moment, chance)
-    if pair.poll():
+    await_moment(start, moment, plan.config.checkpoint.every, chance)
+    if start.has_ended:
         return None
-    saving = is_saving(pair.folder)
-    before = saved(pair.folder)
-    pair.kill(victims)
-    seconds = pair.wait(options.lost_seconds + 60)
-    if all(code == 0 for code in pair.codes.values()):
+    saving = is_saving(start.folder)
+    before = saved(start.folder)
+    start.kill(victims)
+    seconds = start.wait(plan.lost_seconds + 60)
+    if start.has_finished:
         return None
     # What was being written may have become whole in the moment of the kill.
-    whole, recorded = saved(pair.folder), [int(row["step"]) for row in rows(pair.folder)]
+    whole, recorded = saved(start.folder), [int(row["step"]) for row in rows(start.folder)]
     last = max(recorded, default=0)
     kept = max(whole, default=0)
     return {
         "asked": moment,
         "saving": saving,
         "killed": victims,
-        "exit_codes": [pair.codes[process] for process in range(PROCESSES)],
+        "exit_codes": list(start.codes.values()),
         "seconds_to_end": round(seconds, 2),
         "steps_recorded": last,
         "last_whole_checkpoint": kept,
@@ -255,13 +150,19 @@ def one_kill(pair: Pair, moment: Moment, victims: tuple[int, ...], options: Opti
     }
 
 
-def faults(kill: dict[str, Any], after: dict[str, Any] | None) -> list[str]:
-    """What is not as it is to be in one kill, `after` which the next was, if it was of the same run."""
+def faults(kill: dict[str, Any], after: dict[str, Any] | None, every: int) -> list[str]:
+    """What is not as it is to be in one kill.
+
+    Args:
+        kill: what was found.
+        after: the next kill, if it was of the same run.
+        every: steps from one checkpoint to the next.
+    """
     found = []
     if kill["last_whole_checkpoint"] < kill["last_whole_checkpoint_before"]:
         found.append("a whole checkpoint was lost")
     # A checkpoint is written while the next steps are done, but the second is not begun before the first is whole.
-    if kill["steps_lost"] >= 2 * EVERY + 1:
+    if kill["steps_lost"] >= 2 * every + 1:
         found.append(f"{kill['steps_lost']} steps were lost")
     for process, code in enumerate(kill["exit_codes"]):
         if process not in kill["killed"] and code in (0, -signal.SIGKILL):
@@ -271,69 +172,71 @@ def faults(kill: dict[str, Any], after: dict[str, Any] | None) -> list[str]:
     return found
 
 
-def campaign(options: Options) -> dict[str, Any]:
+def leave_alone(plan: Training, folder: pathlib.Path) -> dict[int, int]:
+    """Trains a run that nobody kills; exit codes of its processes."""
+    start = Start(plan, folder)
+    start.wait(_SECONDS)
+    return start.codes
+
+
+def campaign(options: Options, plan: Training) -> dict[str, Any]:
     """Runs, killed and continued until there were enough kills and the last run is done."""
     chance = random.Random(options.seed)
-    write_corpus(options.work / "text")
-    jax.config.update("jax_compilation_cache_dir", str((options.work / "compiled").absolute()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # It takes seconds to import: once, and not in every process that is forked from this one.
-    from orbax.checkpoint import v1  # noqa: F401
-
-    alone = Pair(options, "whole", 0)
-    alone.wait(600)
+    groups = [tuple(range(plan.processes)), *((i,) for i in range(plan.processes) if plan.processes > 1)]
     kills: list[dict[str, Any]] = []
     by_themselves: list[dict[str, Any]] = []
     runs: list[str] = []
-    starts, name = 1, ""
+    starts, name = 0, ""
     while len(kills) < options.kills or name:
         if not name:
             name = f"killed-{len(runs) + 1}"
             runs.append(name)
-        pair = Pair(options, name, starts)
+        start = Start(plan, options.work / name)
         starts += 1
         if len(kills) < options.kills:
             moment: Moment = chance.choice(("starting", "stepping", "saving", "saving"))
-            victims = chance.choice(((0,), (1,), (0, 1)))
-            kill = one_kill(pair, moment, victims, options, chance)
+            kill = one_kill(start, moment, chance.choice(groups), plan, chance)
             if kill is not None:
-                kills.append({"run": name, "start": starts - 1, **kill})
+                kills.append({"run": name, "start": starts, **kill})
                 print(json.dumps(kills[-1]), flush=True)
         else:
-            pair.wait(600)
-        if all(code == 0 for code in pair.codes.values()):
+            start.wait(_SECONDS)
+        if start.has_finished:
             name = ""
-        elif not kills or kills[-1]["start"] != starts - 1:
-            by_themselves.append({"run": name, "start": starts - 1, "exit_codes": list(pair.codes.values())})
+        elif not kills or kills[-1]["start"] != starts:
+            by_themselves.append({"run": name, "start": starts, "exit_codes": list(start.codes.values())})
             if len(by_themselves) > options.kills:
-                raise RuntimeError(f"starts that nobody killed end again and again, the last with {pair.codes}")
-    return {"whole": alone.codes, "kills": kills, "runs": runs, "starts": starts, "by_themselves": by_themselves}
+                raise RuntimeError(f"starts that nobody killed end again and again, the last with {start.codes}")
+    return {"kills": kills, "runs": runs, "starts": starts, "by_themselves": by_themselves}
 
 
-def judge(options: Options, found: dict[str, Any]) -> dict[str, Any]:
-    """Compares what was found with the run left alone."""
+def judge(options: Options, found: dict[str, Any], every: int) -> dict[str, Any]:
+    """Compares what was found with the run left alone; a checkpoint was written each `every` steps."""
     kills, wanted = found["kills"], rows(options.work / "whole")
     following = [b if a["run"] == b["run"] else None for a, b in itertools.pairwise(kills)]
-    wrong = {kill["start"]: bad for kill, after in zip(kills, [*following, None]) if (bad := faults(kill, after))}
-    same = {name: rows(options.work / name) == wanted for name in found["runs"]}
+    wrong = {
+        kill["start"]: bad for kill, after in zip(kills, [*following, None]) if (bad := faults(kill, after, every))
+    }
+    differences = [first_difference(wanted, rows(options.work / name)) for name in found["runs"]]
     bits = arrays(options.work / "whole")
+    victims = sorted({kill["killed"] for kill in kills})
     return {
         "kills": len(kills),
         "while_saving": sum(kill["saving"] for kill in kills),
         "before_the_first_checkpoint": sum(not kill["last_whole_checkpoint"] for kill in kills),
-        "of_process_0": sum(kill["killed"] == (0,) for kill in kills),
-        "of_process_1": sum(kill["killed"] == (1,) for kill in kills),
-        "of_both": sum(len(kill["killed"]) == 2 for kill in kills),
+        "of_processes": {str(which): sum(kill["killed"] == which for kill in kills) for which in victims},
         "most_steps_lost": max((kill["steps_lost"] for kill in kills), default=0),
         "longest_seconds_to_end": max((kill["seconds_to_end"] for kill in kills), default=0),
         "starts_that_ended_by_themselves": found["by_themselves"],
         "faults": wrong,
-        "runs_whose_losses_repeat_bit_for_bit": f"{sum(same.values())} of {len(same)}",
+        "runs_differ_first_at": differences,
         "runs_whose_parameters_repeat_bit_for_bit": (
-            f"{sum(arrays(options.work / name) == bits for name in found['runs'])} of {len(same)}"
+            f"{sum(arrays(options.work / name) == bits for name in found['runs'])} of {len(differences)}"
         ),
         "steps_of_the_run_left_alone": len(wanted),
-        "as_expected": not (wrong or found["by_themselves"]) and all(same.values()) and len(wanted) == options.steps,
+        "as_expected": not (wrong or found["by_themselves"])
+        and differences == [None] * len(differences)
+        and len(wanted) == options.steps,
     }
 
 
@@ -342,17 +245,27 @@ def main() -> int:
     options = tyro.cli(Options, prog="python -m experiments.kill_check")
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
-    start = time.monotonic()
-    found = campaign(options)
-    result = {
-        **judge(options, found),
-        "seconds": round(time.monotonic() - start),
+    begin = time.monotonic()
+    plan = training(options.setting, options.steps, options.work, options.lost_seconds)
+    codes = {"whole": leave_alone(plan, options.work / "whole")}
+    free = ()
+    if options.setting == "device":
+        free = ("free-1", "free-2")
+        loose = dataclasses.replace(plan, config=dataclasses.replace(plan.config, deterministic=False))
+        codes |= {name: leave_alone(loose, options.work / name) for name in free}
+    found = campaign(options, plan)
+    result = judge(options, found, plan.config.checkpoint.every)
+    if free:
+        result["without_deterministic_differs_first_at"] = first_difference(*(rows(options.work / n) for n in free))
+    result |= {
+        "exit_codes_of_runs_left_alone": codes,
+        "seconds": round(time.monotonic() - begin),
         "starts": found["starts"],
-        "config": repr(config(options)),
+        "config": repr(plan.config),
         "environment": environment(command_line("experiments.kill_check"), options.commit),
         "each": found["kills"],
     }
-    write_text(options.output, json.dumps(result, indent=1) + "\n")
+    write_text(options.output / f"{options.setting}.json", json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: value for key, value in result.items() if key not in ("config", "each")}, indent=1))
     return 0 if result["as_expected"] else 1
 

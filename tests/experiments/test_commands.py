@@ -11,9 +11,8 @@ import pytest
 from experiments.harness.child import Child, answer, last_line
 from experiments.harness.device import Turn, turn
 from experiments.harness.study import Mixer, pick
-from experiments.kill_check.__main__ import faults
+from experiments.kill_check.__main__ import faults, first_difference
 from experiments.language_modelling.command import main as language_modelling
-from experiments.resume_check.__main__ import first_difference
 from experiments.scale_prediction.__main__ import sent_by_link
 from experiments.sweep.command import SweepOptions, load_study
 from experiments.sweep.study import Cell, fingerprint
@@ -123,11 +122,11 @@ def test_kill_check_finds_what_a_kill_may_not_cost():
     kill = {"last_whole_checkpoint": 10, "last_whole_checkpoint_before": 10, "steps_lost": 7}
     kill |= {"killed": (1,), "exit_codes": [1, -9]}
     later = kill | {"last_whole_checkpoint": 15}
-    assert faults(kill, None) == faults(kill, later) == faults(kill | {"killed": (0, 1)}, kill) == []
-    assert faults(later, kill) == ["the next start went back before the last whole checkpoint"]
-    assert faults(kill | {"last_whole_checkpoint": 5}, None) == ["a whole checkpoint was lost"]
-    assert faults(kill | {"steps_lost": 11}, None) == ["11 steps were lost"]
-    assert faults(kill | {"exit_codes": [0, -9]}, None) == ["process 0 ended with code 0"]
+    assert faults(kill, None, 5) == faults(kill, later, 5) == faults(kill | {"killed": (0, 1)}, kill, 5) == []
+    assert faults(later, kill, 5) == ["the next start went back before the last whole checkpoint"]
+    assert faults(kill | {"last_whole_checkpoint": 5}, None, 5) == ["a whole checkpoint was lost"]
+    assert faults(kill | {"steps_lost": 11}, None, 5) == ["11 steps were lost"]
+    assert faults(kill | {"exit_codes": [0, -9]}, None, 5) == ["process 0 ended with code 0"]
 
 
 def test_predicted_bytes_go_by_the_links_that_a_group_has():
