@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from experiments.beside_fla.study import FLOAT32, ORDERS, OURS, REORDERED, THEIRS, CurveStudy
-from experiments.harness.page import markdown_table, write_between_marks
+from experiments.harness.page import made_with, markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.tables import Row, read_table
 from experiments.harness.verdicts import Verdict
@@ -107,18 +107,12 @@ def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
                 loss, norm = (np.abs(part).max() for part in (found[arm].losses, found[arm].norms))
                 cells += [f"{loss:.4f}", f"{100 * norm:.2f}", _judged(arm, found)]
             lines.append([*cells, f"{run['seconds']:.0f}"])
-    first = next(iter(rows.values()))
     versions: dict[str, str] = next((row["versions"] for row in rows.values() if "versions" in row), {})
     peers = ", ".join(f"{name} {version}" for name, version in versions.items())
-    where = first["environment"]
-    made = [row["environment"] for row in rows.values()]
-    devices = ", ".join(dict.fromkeys(own["device"] for own in made))
-    commits, dates = (sorted({own[name][:size] for own in made}) for name, size in (("commit", 7), ("date", 10)))
     return "\n".join(markdown_table(head, lines)) + (
         f"\n\nNats a byte. Windows of {plan.window} steps; differences from the run named {OURS!r}. "
         f"{plan.steps} steps of {plan.batch_size * plan.sequence_length:,} bytes, width {plan.width}, "
-        f"{plan.num_layers} layers, one seed. {devices}, jax {where['packages']['jax']}"
-        f"{', ' * bool(peers)}{peers}; commit {', '.join(commits)}; {', '.join(dates)}.\n"
+        f"{plan.num_layers} layers, one seed. {made_with(rows.values())}{'; ' * bool(peers)}{peers}.\n"
     )
 
 

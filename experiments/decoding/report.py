@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.decoding.study import BASELINE, KLA, DecodingStudy
-from experiments.harness.page import markdown_table, write_between_marks
+from experiments.harness.page import made_with, markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.tables import read_table
 from experiments.harness.verdicts import Interval, Verdict, equal
@@ -52,15 +52,12 @@ def table(plan: DecodingStudy, records: list[Record]) -> str:
             if ours is not None:
                 read = [f"{1000 * statistics.median(ours['reading_seconds']):.1f}"] if reading else []
                 rows.append([label, str(batch), *_cells(ours, theirs), *read])
-    environment = records[0]["environment"]
-    commits = ", ".join(sorted({r["environment"]["commit"][:7] for r in records}))
     versions: dict[str, str] = next((r["versions"] for r in records if "peer" in r), {})
-    beside = "".join(f", {name} {version}" for name, version in versions.items())
+    beside = "; " * bool(versions) + ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
         *markdown_table(header, rows),
         "",
-        f"{environment['device']}, jax {environment['packages']['jax']}{beside}, commit {commits}; prompts of "
-        f"{plan.prompt} tokens, {plan.block * plan.blocks} new ones.",
+        f"{made_with(records)}{beside}; prompts of {plan.prompt} tokens, {plan.block * plan.blocks} new ones.",
         "",
     ]
     lines += [f"- {says}: {interval}, {verdict.value}" for says, interval, verdict in answers(records)]

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 
 from experiments.float8.study import FLOAT8
-from experiments.harness.page import markdown_table, write_between_marks
+from experiments.harness.page import made_with, markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.tables import Row
 from experiments.harness.verdicts import Verdict
@@ -99,13 +99,11 @@ def table(runs: dict[str, dict[int, Row]]) -> str:
         header = ["model", "float8 less bfloat16, by seed", "mean", "spread of bfloat16's seeds", "within it"]
         lines += ["", *markdown_table(header, map(_answer, found))]
     every = [row for own in runs.values() for row in own.values()]
-    where = every[0]["environment"]
-    commits = ", ".join(sorted({row["environment"]["commit"][:7] for row in every}))
     lines += [
         "",
         f"{every[0]['steps']} steps of {every[0]['train_tokens'] // every[0]['steps']:,} tokens, "
         f"{every[0]['num_parameters'] / 1e6:.1f}M parameters; training loss: mean of the last tenth. "
-        f"{where['device']}, jax {where['packages']['jax']}; commit {commits}; {where['date'][:10]}.",
+        f"{made_with(every)}.",
     ]
     return "\n".join(lines) + "\n"
 

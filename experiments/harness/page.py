@@ -2,6 +2,7 @@
 
 import pathlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from experiments.harness.tables import write_text
 
@@ -14,6 +15,21 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, rule
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def made_with(rows: Iterable[dict[str, Any]]) -> str:
+    """What results were made with, for the last line of a table: devices, versions of jax, commits and dates of all.
+
+    Args:
+        rows: results; each has an `environment` (`experiments.harness.environment`).
+    """
+    environments = [row["environment"] for row in rows]
+    devices = sorted({e["device"] for e in environments})
+    versions = sorted({e["packages"]["jax"] for e in environments})
+    commits = sorted({e["commit"][:7] for e in environments})
+    dates = sorted({e["date"][:10] for e in environments})
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return f"{', '.join(devices)}, jax {', '.join(versions)}; commit {', '.join(commits)}; {days}"
 
 
 def marks(setting: str) -> tuple[str, str]:

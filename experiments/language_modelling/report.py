@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from experiments.harness.page import markdown_table, write_between_marks
+from experiments.harness.page import made_with, markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.language_modelling.runs import best_rate, read_run, read_runs
 from experiments.language_modelling.state import state_numbers
@@ -122,19 +122,15 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]], lacking: 
         row += ["" if speed is None else f"{speed:,}", "" if peak is None else f"{peak / 1e9:.1f}"]
         rows.append(row)
     every = [run for runs in found.values() for run in runs]
-    where = every[0]["environment"]
     texts = {(run["corpus"]["fingerprint"], run["corpus"]["tokens"], run["corpus"]["bytes"]) for run in every}
     text = "; ".join(f"{tokens:,} tokens of {size:,} bytes, hash {name[:8]}" for name, tokens, size in sorted(texts))
-    dates = sorted({run["environment"]["date"][:10] for run in every})
-    commits = ", ".join(sorted({run["environment"]["commit"][:7] for run in every}))
     count = len(plan.report_seeds or plan.seeds)
     note = " * Not run at every rate that others were." if lacking else ""
     return "\n".join(markdown_table(head, rows)) + (
         f"\n\nBits per byte of held-out text by tokens a row (trained at {trained}), mean over "
         f"{count} seed(s), best first, after {every[0]['train_tokens']:,} tokens; state: numbers that a model keeps of "
         f"{trained} tokens; training loss in nats a "
-        f"token, mean of the last tenth.{note} Text: {text}. {where['device']}, jax {where['packages']['jax']}; commit "
-        f"{commits}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.\n"
+        f"token, mean of the last tenth.{note} Text: {text}. {made_with(every)}.\n"
     )
 
 

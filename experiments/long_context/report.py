@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness.page import markdown_table, write_between_marks
+from experiments.harness.page import made_with, markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.tables import Row
 from experiments.harness.verdicts import Interval, Region, Verdict, above, below, bootstrap
@@ -80,16 +80,14 @@ def table(plan: LongContextStudy, rows: dict[str, Row]) -> str:
     ]
     lines = [*markdown_table(head, cells), "", *markdown_table(["mixer", *names], answers)]
     first = next(iter(rows.values()))
-    blocks, where = first["blocks"], first["environment"]
+    blocks = first["blocks"]
     count, documents = len(blocks["document"]), len(set(blocks["document"]))
-    commits = ", ".join(sorted({row["environment"]["commit"][:7] for row in rows.values()}))
     return "\n".join(lines) + (
         f"\n\nBits per byte of the same {count} blocks of {blocks['size']} tokens in {documents} held-out documents, "
         f"each model trained on {first['train_tokens']:,} tokens, {first['train_tokens'] / first['num_parameters']:.1f}"
         f" a parameter, seed {first['seed']}. Second table: change of bits per byte, 95 % interval over documents, and "
         f"what follows of it with {MARGIN:.0%} counted as equal. Text: {first['corpus']['bytes']:,} bytes, hash "
-        f"{first['corpus']['fingerprint'][:8]}. {where['device']}, jax {where['packages']['jax']}; commit {commits}; "
-        f"{where['date'][:10]}.\n"
+        f"{first['corpus']['fingerprint'][:8]}. {made_with(rows.values())}.\n"
     )
 
 

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from experiments.harness.page import markdown_table, write_between_marks
+from experiments.harness.page import made_with, markdown_table, write_between_marks
 from experiments.sweep.outcomes import BIMODAL, MOST_TOLD, SOLVED, Outcome, Panel, outcomes, panels
 from experiments.sweep.pictures import figure
 from experiments.sweep.study import Cell, Study
@@ -60,16 +60,12 @@ def _foundation(study: Study, cells: list[Cell], found: dict[tuple[str, str], Ou
     numbers = "one seed" if count == 1 else f"mean ± standard deviation of {count} seeds, or {apart} where they lie "
     numbers += "" if count == 1 else f"more than {BIMODAL:.0f} apart"
     chooser = "seeds that are not reported" if study.report_seeds else "the other seeds" if count > 1 else "it"
-    environments = [run["environment"] for outcome in found.values() for run in outcome.runs]
-    devices = ", ".join(sorted({e["device"] for e in environments}))
-    versions = ", ".join(sorted({f"jax {e['packages']['jax']}, flax {e['packages']['flax']}" for e in environments}))
-    dates = sorted({e["date"][:10] for e in environments})
-    commits = ", ".join(sorted({e["commit"][:7] for e in environments}))
+    runs = [run for outcome in found.values() for run in outcome.runs]
     lines = [
         f"Test accuracy of {kind}, percent: {numbers}; a seed's learning rate is the one that {chooser} have the best "
         f"mean validation accuracy at. Solved: reported seeds with at least {SOLVED:.0%} in the test at the trained "
         f"length; then runs of all rates and seeds with as much in validation. Italics are the papers' numbers. "
-        f"Device: {devices}; {versions}; commit {commits}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+        f"{made_with(runs)}.",
         "",
         "| cell | width, layers, heads | steps x batch | training set | rates tried | chosen (* at the grid's edge) |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness.page import markdown_table, write_between_marks
+from experiments.harness.page import made_with, markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.study import Mixer
 from experiments.harness.tables import read_table
@@ -70,14 +70,10 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
     lines += _options_table(plan, records)
     lines += _kept_table(plan, records)
     lines = lines[1:] if lines and not lines[0] else lines
-    where = records[0]["environment"]
-    commits = ", ".join(sorted({record["environment"]["commit"][:7] for record in records}))
-    dates = sorted({record["environment"]["date"][:10] for record in records})
     lines += [
         "",
         f"Median of {plan.steps} steps, in brackets the fastest one: where they are far apart, the compiling of other "
-        f"cases disturbed the timing. {where['device']}, jax {where['packages']['jax']}; commit {commits}; "
-        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+        f"cases disturbed the timing. {made_with(records)}.",
     ]
     return "\n".join(lines) + "\n"
 
