@@ -70,7 +70,7 @@ def test_kla_s_time_behind_long_prompts_is_judged():
 
 
 def test_the_table_sets_the_peer_beside_ours(small, tmp_path):
-    where = {"device": "a card", "packages": {"jax": "1"}, "commit": "abcdefgh"}
+    where = {"device": "a card", "packages": {"jax": "1"}, "commit": "abcdefgh", "date": "2026-11-28T22:00"}
     ours = {"model": "Tiny", "batch": 1, "tokens_per_second": 3000.0, "token_seconds": [1 / 3000], "environment": where}
     theirs = ours | {"tokens_per_second": 1000.0, "peer": "FLA", "versions": {"torch": "2"}}
     text = table(small, [ours | {"of_limit": 0.5, "bytes": {"weights": 2e9, "caches": 1e9}}, theirs])
@@ -89,7 +89,7 @@ def test_wrong_options_are_one_line(small, capsys):
 
 
 def test_results_of_another_device_are_not_mixed_in(small, tmp_path):
-    where = {"device": "a card", "packages": {"jax": "1"}, "commit": "abcdefgh"}
+    where = {"device": "a card", "packages": {"jax": "1"}, "commit": "abcdefgh", "date": "2026-11-28T22:00"}
     add_row(
         tmp_path / "results" / "small.jsonl", "decoding", "tiny--1", {"model": "Tiny", "batch": 1, "environment": where}
     )
