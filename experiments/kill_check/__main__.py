@@ -248,7 +248,7 @@ def main() -> int:
     begin = time.monotonic()
     plan = training(options.setting, options.steps, options.work, options.lost_seconds)
     codes = {"whole": leave_alone(plan, options.work / "whole")}
-    free = ()
+    free: tuple[str, ...] = ()
     if options.setting == "device":
         free = ("free-1", "free-2")
         loose = dataclasses.replace(plan, config=dataclasses.replace(plan.config, deterministic=False))
