@@ -96,7 +96,7 @@ def generate(
         top_p: see `Sampling`; one, or one a row.
         seed: of the draws, in [0, 2**63); one, or one a row.
         end_token: a row stops after this token, and decoding once all have; None never stops.
-        stop_tokens: a row stops after any of these too; token numbers, or those of each row, at most eight.
+        stop_tokens: a row stops after any of these too; token ids, or those of each row, at most eight.
         log_probabilities: give log-probabilities and lengths beside the tokens.
 
     Returns:
@@ -108,6 +108,8 @@ def generate(
         NaNLogitsError: the model's logits are NaN; a ValueError.
         TypeError: under `jax.jit` or `jax.vmap`.
     """
+    if not hasattr(stop_tokens, "__len__"):
+        raise ValueError(f"generate: stop_tokens is {stop_tokens!r}, expected token ids, or those of each row")
     each_row = any(isinstance(value, Sequence | np.ndarray) for value in (temperature, top_k, top_p, seed))
     if not each_row and not len(stop_tokens) and not log_probabilities:
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "end_token": end_token}

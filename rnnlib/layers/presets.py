@@ -12,6 +12,7 @@ recurrence in Gated DeltaNet's layer.
 """
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -437,8 +438,14 @@ def preset_details(name: str) -> MixerPreset:
         ValueError: there is no preset of this name.
     """
     if name not in _PRESETS:
-        raise ValueError(f"mixer is {name!r}, expected one of {', '.join(_PRESETS)}")
+        raise ValueError(f"mixer is {name!r}{nearest_preset(name)}, expected one of {', '.join(_PRESETS)}")
     return _PRESETS[name]
+
+
+def nearest_preset(name: str) -> str:
+    """` (perhaps 'kda'?)` for a name that is almost a preset's, for messages; else an empty string."""
+    near = difflib.get_close_matches(str(name), _PRESETS, n=1)
+    return f" (perhaps {near[0]!r}?)" if near else ""
 
 
 def mixer_preset(name: str, **overrides: Any) -> MixerConfig:

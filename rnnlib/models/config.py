@@ -1,7 +1,6 @@
 """What a decoder language model is made of: one frozen dataclass, and the hybrid patterns of the papers."""
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -13,7 +12,7 @@ from rnnlib.fields import PositiveInteger, PositiveNumber, Range, check_fields
 from rnnlib.layers.feed_forward import FeedForwardConfig
 from rnnlib.layers.parallel import SIDE_BY_SIDE
 from rnnlib.layers.part import part_from_plain
-from rnnlib.layers.presets import mixer_names
+from rnnlib.layers.presets import mixer_names, nearest_preset
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -212,12 +211,10 @@ class ModelConfig:
         known = mixer_names()
         for name in self.mixers:
             if name != NONE and not _is_mixer(name, known):
-                near = difflib.get_close_matches(name, known, n=1)
-                perhaps = f" (perhaps {near[0]!r}?)" if near else ""
                 raise ValueError(
-                    f"mixers: {name!r} is no mixer{perhaps}; expected one of {', '.join(known)}, or one of your own, "
-                    "which is known after register_preset: run the script that calls it (python mine.py train | "
-                    "eval | generate)"
+                    f"mixers: {name!r} is no mixer{nearest_preset(name)}; expected one of {', '.join(known)}, "
+                    "or one of your own, which is known after register_preset: run the script that calls it "
+                    "(python mine.py train | eval | generate)"
                 )
         for i, (name, feed_forward) in enumerate(zip(self.layer_mixers, self.layer_feed_forwards)):
             if name == NONE and (feed_forward == NONE or (feed_forward == "dense" and not self.feed_forward_width)):

@@ -119,6 +119,7 @@ def test_nan_logits_name_the_row():
         ({"temperature": [1, 1, -1]}, "temperature is -1, expected"),
         ({"stop_tokens": (29,)}, "generate: stop_tokens is 29, expected an integer of at least 0 and below 29"),
         ({"stop_tokens": [[1], [2]]}, "stop_tokens has 2 entries"),
+        ({"stop_tokens": 3}, "generate: stop_tokens is 3, expected token ids, or those of each row"),
         ({"stop_tokens": range(9)}, "9 stop_tokens, expected at most 8"),
         ({"seed": [1, 2, 2**63]}, "generate: seed is 9223372036854775808"),
         ({"log_probabilities": True, "end_token": 30}, "end_token is 30"),

@@ -168,7 +168,11 @@ def test_overrides_reach_fields_axes_and_short_names():
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("gated_delta_net", {}, "mixer is 'gated_delta_net', expected one of linear_attention, retnet"),
+        (
+            "gated_delta_net",
+            {},
+            r"mixer is 'gated_delta_net' \(perhaps 'gated_deltanet'\?\), expected one of linear_attention, retnet",
+        ),
         ("kda", {"head_size": 3}, r"mixer_preset\('kda'\): RecurrentMixerConfig has no field 'head_size'"),
         ("kda", {"gain.bound": 3}, "SigmoidGain has no field 'bound', expected"),
         ("linear_attention", {"negative_eigenvalues": True}, "UnitGain has no field 'negative_eigenvalues'"),
