@@ -2,25 +2,29 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import math
 import pathlib
 import statistics
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import jax
 import tyro
 
 from experiments.harness.command import errors_as_lines, interrupts_as_lines
+from experiments.harness.device import turn
 from experiments.harness.environment import command_line, environment
 from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.study import pick_named
 from experiments.harness.tables import write_text
-from experiments.throughput.measure import Measurement, compile_case
+from experiments.throughput.measure import CompiledCase, Measurement, compile_case
 from experiments.throughput.study import Case, Keeps, ThroughputStudy, model_config, study
 from rnnlib.data import DataConfig
 from rnnlib.training import MeshConfig, TrainConfig, make_mesh, plan_step
@@ -68,7 +72,7 @@ def groups(setting: Literal["small", "real", "long"]) -> tuple[Group, ...]:
         row: dict[str, Any] = {"tokens": 131_072, "main_length": 131_072, "lengths": (131_072,)}
         middle, large = (dataclasses.replace(each, warmup=2, steps=4) for each in (middle, large))
         return (
-            Group("340M", dataclasses.replace(middle, **row), "Gated DeltaNet", "input", ("context",), ("context",)),
+            Group("340M", dataclasses.replace(middle, **row), "Gated DeltaNet", "input", ("context",)),
             Group("1.3B", large, "Gated DeltaNet", "input", ("tensor",), ("tensor",)),
         )
     return (
@@ -89,8 +93,14 @@ class Options:
     """Only these sizes of model."""
     axes: tuple[Axis, ...] = ()
     """Only these meshes, without one GPU alone."""
+    cases: tuple[str, ...] = ()
+    """Only steps of these names, as the lines that are printed have them, e.g. "1.3B Gated DeltaNet tensor"."""
+    exclusive: tuple[pathlib.Path, ...] = ()
+    """Lock file, for several of these commands that compile side by side: nothing else is timed while a step is."""
     compile_workers: int = 4
     """Threads that compile, before the first step is timed."""
+    compile_seconds: float | None = None
+    """After this time steps that have compiled are timed while others still compile; left out, all are waited for."""
     report_only: bool = False
     """Time nothing; write table and picture from the results that are there. Needs one device of any kind."""
     no_report: bool = False
@@ -155,31 +165,58 @@ def time_all(options: Options, wanted: Sequence[Group]) -> Iterator[dict[str, An
         for hidden in ((False, True) if axis in group.both else (axis not in (None, "data"),))
     ]
     cases = [case for case in cases if not options.axes or case[1] in options.axes]
+    cases = [case for case in cases if not options.cases or step_name(*case) in options.cases]
+    # Those that are not as `rnnlib.training` has them come last.
+    cases.sort(key=lambda case: case[1] in case[0].both and case[2] == (case[1] == "data"))
     meshes = {axis: make_mesh(devices, mesh_config(axis, devices)) for axis in AXES}
+    begin = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(options.compile_workers) as pool:
-        futures = [
+        futures = {
             pool.submit(compile_case, g.study, g.case, None)
             if axis is None
-            else pool.submit(compile_case, g.study, g.case, meshes[axis], _latency_hiding(hidden))
+            else pool.submit(compile_case, g.study, g.case, meshes[axis], _latency_hiding(hidden)): (g, axis, hidden)
             for g, axis, hidden in cases
-        ]
-        concurrent.futures.wait(futures)
-    print("compiled", flush=True)
-    for (group, axis, hidden), future in zip(cases, futures):
-        try:
-            record = measured(future.result(), group, axis, devices)
-        except Exception as error:
-            print(f"FAILED {group.model} {axis}: {''.join(traceback.format_exception(error))[-4000:]}", flush=True)
-            record = {
-                "model": group.model,
-                "mixer": group.mixer,
-                "axis": axis,
-                "devices": devices,
-                "error": str(error).partition("\n")[0][:200],
-            }
-        record["latency_hiding"] = hidden
-        print(f"{group.model} {group.mixer} {axis or 'one device'}: {_milliseconds(record)} ms a step", flush=True)
-        yield record
+        }
+        for future, (group, axis, hidden) in futures.items():
+            future.add_done_callback(functools.partial(_say, f"{step_name(group, axis, hidden)}: compiled", begin))
+        concurrent.futures.wait(futures, timeout=options.compile_seconds)
+        for future in compiled_first(list(futures)):
+            group, axis, hidden = futures[future]
+            with turn(options.exclusive):
+                record = _record(future, group, axis, devices)
+            record |= {"latency_hiding": hidden, "others_compiling": sum(not other.done() for other in futures)}
+            _say(f"{step_name(group, axis, hidden)}: {_milliseconds(record)} ms a step", begin)
+            yield record
+
+
+def step_name(group: Group, axis: Axis | None, hidden: bool) -> str:
+    """The step as printed lines name it."""
+    return f"{group.model} {group.mixer} {axis or 'alone'}{', latency hiding' * hidden}"
+
+
+def compiled_first(futures: Sequence[Future[CompiledCase]]) -> Iterator[Future[CompiledCase]]:
+    """All of them, in their order, but those that are done before those that are not."""
+    left = list(futures)
+    while left:
+        done = next((future for future in left if future.done()), None)
+        if done is None:
+            concurrent.futures.wait(left, return_when=concurrent.futures.FIRST_COMPLETED)
+        else:
+            left.remove(done)
+            yield done
+
+
+def _say(text: str, begin: float, _: Any = None) -> None:
+    print(f"{time.monotonic() - begin:6.1f} s  {text}", flush=True)
+
+
+def _record(future: Future[CompiledCase], group: Group, axis: Axis | None, devices: int) -> dict[str, Any]:
+    try:
+        return measured(future.result(), group, axis, devices)
+    except Exception as error:
+        print(f"FAILED {group.model} {axis}: {''.join(traceback.format_exception(error))[-4000:]}", flush=True)
+        reason = str(error).partition("\n")[0][:200]
+        return {"model": group.model, "mixer": group.mixer, "axis": axis, "devices": devices, "error": reason}
 
 
 def _milliseconds(record: dict[str, Any]) -> float | None:

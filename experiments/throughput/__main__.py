@@ -50,6 +50,8 @@ class Options:
     """Only mixers of these labels, or whose label contains one of these."""
     lengths: tuple[int, ...] = ()
     """Only these lengths."""
+    cases: tuple[str, ...] = ()
+    """Only cases whose results have these names, e.g. kda--4096--everything--unrolled--float8."""
     report_only: bool = False
     """Time nothing."""
     again: bool = False
@@ -66,6 +68,8 @@ class Options:
     """Time the cases with matmuls in float8, too."""
     accumulation: int | None = None
     """Parts of a step, whose gradients are added up; left out, the setting's."""
+    steps: int | None = None
+    """Steps to time of each case; left out, the setting's."""
     jla: tuple[peer_jla.Model, ...] = ()
     """Models of jax-linear-attention to time besides, by its own trainer. With `compile_workers` they are compiled
     beside our cases, and the run that is timed takes what was compiled."""
@@ -73,6 +77,8 @@ class Options:
     """Time each of these models with matmuls in float8, too."""
     jla_seconds: float | None = None
     """End a process of such a model after this time."""
+    peers_only: bool = False
+    """Time no case of ours: others of these commands do, with the same `exclusive`."""
     peer: tuple[peer_fla.Model, ...] = ()
     """Models of flash-linear-attention to time besides, before ours. Needs its packages."""
     peer_processes: int = 0
@@ -199,7 +205,7 @@ def time_peers(
     compiling = peer_fla.start_compiling(plan, options.peer, options.peer_processes, options.peer_seconds)
     with tempfile.TemporaryDirectory() as programs:
         given: dict[str, Any] = {"fp8": options.jla_float8, "seconds": options.jla_seconds}
-        if ours:
+        if options.compile_workers:
             given["programs"] = pathlib.Path(programs)
             given["compiled"] = peer_jla.start_compiling(plan, options.jla, **given)()
             for model, seconds in given["compiled"].items():
@@ -212,13 +218,23 @@ def time_peers(
         )
         of_jla = peer_jla.time_models(plan, options.jla, **given)
         for table, packages, records in (("peer", peer_fla.PACKAGES, of_fla), ("jla", peer_jla.PACKAGES, of_jla)):
-            for name, record in records:
+            for name, record in _by_turns(records, options.exclusive):
                 failed += "error" in record
                 content = record | {"versions": installed_versions(packages), "environment": where}
                 add_row(options.results.with_name(f"{options.name}_{table}.jsonl"), "throughput", name, content)
                 said = record.get("step_seconds", record.get("error"))
                 print(f"{time.monotonic() - begin:6.1f} s  {table} {name}: {said}", flush=True)
     return failed
+
+
+def _by_turns[Record](records: Iterator[Record], exclusive: tuple[pathlib.Path, ...]) -> Iterator[Record]:
+    """All of them, each computed while no other command times anything."""
+    while True:
+        with turn(exclusive):
+            record = next(records, None)
+        if record is None:
+            return
+        yield record
 
 
 def _begin_compiling(
@@ -279,6 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = study(options.setting)
     if options.accumulation is not None:
         plan = dataclasses.replace(plan, accumulation=options.accumulation)
+    if options.steps is not None:
+        plan = dataclasses.replace(plan, steps=options.steps)
     with errors_as_lines():
         picked = pick_named(plan.mixers, options.mixers)
         if options.jla and options.setting != "published":
@@ -291,11 +309,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         and case.keeps in options.keeps
         and ("unrolled" if case.unrolled else "scan") in options.layers
         and (options.float8 or not case.float8)
+        and (not options.cases or case_name(case) in options.cases)
     ]
     if not wanted:
         sys.exit(f"error: mixers are {', '.join(mixer.label for mixer in plan.mixers)} and lengths {plan.lengths}")
     done = set() if options.again else {row["id"] for row in read_table(options.results)}
-    missing = [case for case in wanted if case_name(case) not in done]
+    missing = [] if options.peers_only else [case for case in wanted if case_name(case) not in done]
     failed = 0
     if not options.report_only and (missing or options.peer or options.jla):
         failed = time_all(options, plan, missing)

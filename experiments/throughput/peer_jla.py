@@ -28,8 +28,8 @@ PRESETS: dict[Model, str] = {
     "transformer": "transformer-1p3b",
 }
 PACKAGES = ("jax", "jax-linear-attention", "equinox", "optax")
-# Steps of a window of its log, whose first step waits for the window before; the first window is left out.
-_WINDOW, _WINDOWS = 5, 3
+# Windows of its log, whose first step waits for the window before; the first window is left out.
+_WINDOWS = 3
 # What its trainer writes into the run's folder when the step is compiled.
 _COMPILED = "compile_preflight.json"
 _LATE = "not compiled in time"
@@ -47,7 +47,7 @@ def configuration(
     """Its configuration of a model.
 
     Args:
-        plan: gives the tokens a step and a row.
+        plan: gives the tokens a step and a row, and how many steps are timed.
         model: which.
         rows: of each part of a step; the parts' gradients are added up.
         folder: of its run.
@@ -56,6 +56,7 @@ def configuration(
     """
     # Of a recurrent mixer it can compute the operator again in the backward pass, which many rows at once need.
     again = model in ("gated_deltanet", "kda") and rows * plan.main_length > 8192
+    window = max(1, plan.steps - 1)
     in_fp8 = {"fp8": "delayed", "fp8_fused": True, "fp8_min_features": 1024}
     return {
         "name": model,
@@ -63,11 +64,11 @@ def configuration(
         | (in_fp8 if fp8 else {}),
         "optim": {"lr": 1e-4, "schedule": "constant", "max_grad_norm": 1.0},
         "train": {
-            "max_steps": _WINDOW * _WINDOWS,
+            "max_steps": window * _WINDOWS,
             "seq_len": plan.main_length,
             "micro_batch_per_replica": rows,
             "grad_accum": plan.tokens // plan.main_length // rows,
-            "log_every": _WINDOW,
+            "log_every": window,
             "ce_impl": "auto",
             "ce_grad_in_forward": True,
             "update_guard": "select",
