@@ -79,7 +79,7 @@ def test_one_command_times_and_reports(tmp_path, capsys, monkeypatch):
     assert record["tokens_per_second"] == pytest.approx(256 / sorted(record["step_seconds"])[0], rel=0.9)
     assert all(4 < loss < 7 for loss in record["losses"]), "random tokens of 256"
     assert len(record["step_seconds"]) == len(record["step_seconds_ahead"]) == 2
-    assert len(record["losses"]) == 1 + 2 + 3, "warm-up, steps waited for, and one more than intervals between ends"
+    assert len(record["losses"]) == 1 + 2 + 4, "warm-up, steps waited for, two more than intervals"
     assert (tmp_path / "figures" / "small.png").exists()
 
     def fail(*_):
