@@ -59,10 +59,11 @@ def _foundation(study: Study, cells: list[Cell], found: dict[tuple[str, str], Ou
     apart = "each of them" if count <= MOST_TOLD else "median and ends"
     numbers = "one seed" if count == 1 else f"mean ± standard deviation of {count} seeds, or {apart} where they lie "
     numbers += "" if count == 1 else f"more than {BIMODAL:.0f} apart"
-    chooser = "seeds that are not reported" if study.report_seeds else "the other seeds" if count > 1 else "it"
+    others = "seeds that are not reported" if study.report_seeds else "the other seeds"
+    chooser = f"{others} have" if study.report_seeds or count > 1 else "it has"
     runs = [run for outcome in found.values() for run in outcome.runs]
     lines = [
-        f"Test accuracy of {kind}, percent: {numbers}; a seed's learning rate is the one that {chooser} have the best "
+        f"Test accuracy of {kind}, percent: {numbers}; a seed's learning rate is the one that {chooser} the best "
         f"mean validation accuracy at. Solved: reported seeds with at least {SOLVED:.0%} in the test at the trained "
         f"length; then runs of all rates and seeds with as much in validation. Italics are the papers' numbers. "
         f"{made_with(runs)}.",
