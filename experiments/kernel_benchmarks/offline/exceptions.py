@@ -29,7 +29,7 @@ KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("channel", "delta_channel_factors_mosaic", 128, COPIES),
     ("channel gates", "delta_prepare", 224, GATES),
     ("channel gates", "delta_prepare_extreme", 1028, GATES),
-    ("channel gates", "delta_gradients_extreme", 800, GATES),
+    ("channel gates", "delta_gradients_extreme", 808, GATES),
     ("forward mosaic_mma", "delta_mma_output_mosaic", 44, MMA),
     ("256x256", "delta_prepare", 580, WIDE),
     ("256x256", "delta_prepare_extreme", 1696, EXTREME),
