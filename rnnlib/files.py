@@ -187,6 +187,17 @@ def write_atomically(path: str | os.PathLike, content: bytes) -> None:
 
 
 @contextlib.contextmanager
+def unfinished_folder(path: Path) -> Iterator[Path]:
+    """An empty folder beside a path, its owner's alone, to be filled and renamed; it is removed where it was not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-unfinished-"))
+    try:
+        yield staged
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+@contextlib.contextmanager
 def new_folder(path: str | os.PathLike[str], *, or_other: bool = False) -> Iterator[Path]:
     """A folder to fill, which gets its name when the block ends: it is there whole, or not at all.
 
@@ -198,14 +209,10 @@ def new_folder(path: str | os.PathLike[str], *, or_other: bool = False) -> Itera
         OSError: it cannot be made; nothing of it is left.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-unfinished-"))
-    try:
+    with unfinished_folder(path) as staged:
         yield staged
         try:
             staged.rename(path)
         except OSError:
             if not (or_other and path.is_dir()):
                 raise
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)

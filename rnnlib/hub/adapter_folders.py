@@ -12,11 +12,12 @@ from flax import nnx
 from rnnlib.hub.adapters import ADAPTER, ADAPTER_CONFIG, FACTOR_PREFIX
 from rnnlib.hub.config_reader import read_json, write_json
 from rnnlib.hub.families import family_of
-from rnnlib.hub.files import WeightFiles, replace_folder, write_file
+from rnnlib.hub.files import WeightFiles, replace_folder
 from rnnlib.hub.pretrained import CONFIG, family_for
 from rnnlib.hub.weight_mapping import SAVED, Family, match_rows
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.variables import values_by_column
+from rnnlib.safetensors_files import write_safetensors
 
 
 def published_modules(model: DecoderLM, base: str | None = None) -> dict[str, list[str]]:
@@ -154,7 +155,7 @@ def save_adapter(
     }
 
     def write(staged: pathlib.Path) -> None:
-        write_file(staged / ADAPTER, arrays)
+        write_safetensors(staged / ADAPTER, arrays, {"format": "pt"})
         write_json(staged / ADAPTER_CONFIG, settings)
 
     replace_folder(pathlib.Path(folder), write)

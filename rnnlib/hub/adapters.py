@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rnnlib.fields import PositiveInteger
-from rnnlib.hub.arrays import open_safetensors
 from rnnlib.hub.config_reader import ConfigKeys, read_json
 from rnnlib.hub.names import local_folder
+from rnnlib.safetensors_files import open_safetensors
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter_model.safetensors"

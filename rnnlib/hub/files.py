@@ -3,20 +3,15 @@
 import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rnnlib.extras import from_extra
-from rnnlib.files import expect_within, file_within
+from rnnlib.files import expect_within, file_within, unfinished_folder
 from rnnlib.hub.adapters import ADAPTER_CONFIG, folder_adapter
-from rnnlib.hub.arrays import open_safetensors
 from rnnlib.hub.config_reader import read_json, write_json
-
-with from_extra("hub", "rnnlib.hub"):
-    import safetensors.numpy
+from rnnlib.safetensors_files import open_safetensors, write_safetensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -148,15 +143,6 @@ def shard_names(sizes: Mapping[str, int]) -> dict[str, str]:
     return {name: file for file, names in zip(files, groups) for name in names}
 
 
-def write_file(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays into one file."""
-    contiguous = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
-    try:
-        safetensors.numpy.save_file(contiguous, path, metadata={"format": "pt"})
-    except safetensors.SafetensorError as error:  # a full disk, among others
-        raise OSError(f"{path} cannot be written: {error}") from error
-
-
 def write_arrays(
     folder: pathlib.Path,
     shards: Mapping[str, str],
@@ -176,7 +162,7 @@ def write_arrays(
     for file in sorted(set(shards.values())):
         arrays = dict(arrays_of([name for name, shard in shards.items() if shard == file]))
         total += sum(array.nbytes for array in arrays.values())
-        write_file(folder / file, arrays)
+        write_safetensors(folder / file, arrays, {"format": "pt"})
     if index is not None and index.exists() and read_json(index).get("weight_map") == shards:
         shutil.copyfile(index, folder / INDEX)
     elif set(shards.values()) != {SINGLE}:
@@ -211,10 +197,8 @@ def replace_folder(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) 
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder, not a file")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
-    staged = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-unfinished-"))
-    try:
+    with unfinished_folder(folder) as staged:
         staged.chmod(0o755)
         write(staged)
         if not folder.exists():
@@ -232,5 +216,3 @@ def replace_folder(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) 
         os.replace(folder, before)
         os.replace(staged, folder)
         shutil.rmtree(before)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)

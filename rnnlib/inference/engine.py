@@ -12,8 +12,8 @@ from flax import nnx
 
 from rnnlib.fields import PositiveInteger, Range, check_value
 from rnnlib.inference.decode_state import MAX_STOP_TOKENS, DecodeState, decode_steps, insert_prefill
-from rnnlib.inference.prompts import PROMPT_BUCKET, pad_prompts
-from rnnlib.inference.sampling import NaNLogitsError, Sampling, seed_key
+from rnnlib.inference.prompts import PROMPT_BUCKET, pad_prompts, rounded_up
+from rnnlib.inference.sampling import NaNLogitsError, Sampling, Seed, seed_key
 from rnnlib.models.decoder import DecoderLM
 
 
@@ -81,7 +81,7 @@ class Engine:
         self.max_length = max_length
         self._vocabulary_size = model.config.vocabulary_size
         # Prompts are padded, but to no more than the cache holds; of a text that goes on, padding is overwritten first.
-        self._capacity = -(-max_length // PROMPT_BUCKET) * PROMPT_BUCKET
+        self._capacity = rounded_up(max_length, PROMPT_BUCKET)
         self._texts: list[Continuation | None] = [None] * slots
         self._sampling: list[Sampling] = [Sampling(temperature=0)] * slots
         logits_dtype = jnp.promote_types(jnp.float32, model.config.compute_dtype)
@@ -190,7 +190,7 @@ class Engine:
     ) -> "_Asked":
         """What a text asks for, checked."""
         check_value(owner, "max_new_tokens", max_new_tokens, PositiveInteger)
-        check_value(owner, "seed", seed, Annotated[int, Range(at_least=0, below=2**63)])
+        check_value(owner, "seed", seed, Seed)
         if len(stop_tokens) > MAX_STOP_TOKENS:
             raise ValueError(f"{owner}: {len(stop_tokens)} stop_tokens, expected at most {MAX_STOP_TOKENS}")
         for token in stop_tokens:
@@ -250,7 +250,7 @@ class Engine:
         texts = [(slot, text) for slot, text in enumerate(self._texts) if text is not None]
         if not texts:
             return []
-        size = -(-max_tokens // PROMPT_BUCKET) * PROMPT_BUCKET
+        size = rounded_up(max_tokens, PROMPT_BUCKET)
         used = [self._sampling[slot] for slot, _ in texts]
         filtered = any(s.top_k is not None or s.top_p is not None for s in used if not s.greedy)
         draws = "filter" if filtered else "greedy" if all(s.greedy for s in used) else "draw"
@@ -272,10 +272,7 @@ class Engine:
             failed = [slot for slot, text in texts if stuck_rows[slot] and text.finish_reason is None]
             for slot in failed:
                 self._release(slot, "nan")
-            raise NaNLogitsError(
-                f"Engine.step: the model's logits are NaN for the text(s) in slot(s) {failed}, expected numbers: are "
-                "its weights finite?"
-            )
+            raise NaNLogitsError.of("Engine.step", f"the text(s) in slot(s) {failed}")
         return finished
 
     def remove(self, text: Continuation) -> None:

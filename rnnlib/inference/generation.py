@@ -15,7 +15,7 @@ from rnnlib.fields import PositiveInteger, Range, check_value
 from rnnlib.inference.delayed_updates import after_tokens, delay_updates, flushed
 from rnnlib.inference.engine import Engine
 from rnnlib.inference.prompts import PROMPT_BUCKET, expect_no_tracing, pad_prompts, prompt_positions, rounded_up
-from rnnlib.inference.sampling import NaNLogitsError, Sampling, draw, have_nan, likeliest_token, seed_key
+from rnnlib.inference.sampling import NaNLogitsError, Sampling, Seed, draw, have_nan, likeliest_token, seed_key
 from rnnlib.models.decoder import DecoderCache, DecoderLM
 
 
@@ -169,10 +169,7 @@ def _generate_rows(
     except NaNLogitsError:
         stuck = [row for row, text in enumerate(texts) if text.finish_reason == "nan"]
         done = min(len(texts[row].tokens) for row in stuck)
-        raise NaNLogitsError(
-            f"generate: the model's logits are NaN for row(s) {stuck} after {done} new tokens, expected numbers: are "
-            "its weights finite?"
-        ) from None
+        raise NaNLogitsError.of("generate", f"row(s) {stuck} after {done} new tokens") from None
     tokens = np.zeros([batch, max_new_tokens], np.int32)
     scores = np.zeros([batch, max_new_tokens], np.float32)
     for row, text in enumerate(texts):
@@ -229,7 +226,7 @@ def stream(
     expect_no_tracing(prompt_tokens, state)
     for name, value in (("max_new_tokens", max_new_tokens), ("block_size", block_size)):
         check_value("generate", name, value, PositiveInteger)
-    check_value("generate", "seed", seed, Annotated[int, Range(at_least=0, below=2**63)])
+    check_value("generate", "seed", seed, Seed)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     vocabulary_size = model.config.vocabulary_size
     token = Annotated[int, Range(at_least=0, below=vocabulary_size)]
@@ -270,10 +267,7 @@ def _blocks(decode, carry: _Carry, key: Array, max_new_tokens: int, block_size: 
         done += block.shape[1]
         if stuck.any():
             stuck_rows = reprlib.repr(np.flatnonzero(stuck).tolist())
-            raise NaNLogitsError(
-                f"generate: the model's logits are NaN for row(s) {stuck_rows} after {done} new tokens, expected "
-                "numbers: are its weights finite?"
-            )
+            raise NaNLogitsError.of("generate", f"row(s) {stuck_rows} after {done} new tokens")
         yield block
         if bool(carry.finished.all()):
             return

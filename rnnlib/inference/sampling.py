@@ -10,6 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rnnlib.fields import PositiveInteger, Range, check_fields
 
+# Of the draws, see `seed_key`.
+Seed = Annotated[int, Range(at_least=0, below=2**63)]
+
 # Temperatures are raised to this, at which sampling is greedy but for exact ties. Float32 cannot hold the reciprocal of
 # much lower ones.
 _LOWEST_TEMPERATURE = 1e-30
@@ -46,6 +49,11 @@ class Sampling:
 
 class NaNLogitsError(ValueError):
     """There is no token to draw: a model's logits are NaN, for which its weights or its arithmetic are the reason."""
+
+    @classmethod
+    def of(cls, owner: str, where: str) -> "NaNLogitsError":
+        """Of the function (`owner`) that found them, for something such as `"request 3"`."""
+        return cls(f"{owner}: the model's logits are NaN for {where}, expected numbers: are its weights finite?")
 
 
 def sample(logits: Float[Array, "B vocabulary"], keys: Any, sampling: Sampling) -> Int[Array, " B"]:
@@ -112,6 +120,6 @@ def draw_filtered(keys: Any, logits: Array, top_k: Array | int | None, top_p: Ar
 
 
 def seed_key(seed: int) -> Array:
-    """The key of a seed below `2**63`, which `jax.random.key` cuts to 32 bits unless 64-bit types are enabled."""
+    """The key of a seed, which `jax.random.key` cuts to 32 bits unless 64-bit types are enabled."""
     key = jax.random.key(seed % 2**32)
     return jax.random.fold_in(key, seed >> 32) if seed >> 32 else key

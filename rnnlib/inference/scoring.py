@@ -13,7 +13,7 @@ from jax import Array
 
 from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.inference.cache_rows import gather_rows
-from rnnlib.inference.prompts import pad_prompts
+from rnnlib.inference.prompts import pad_prompts, prompt_positions, rounded_up
 from rnnlib.inference.sampling import NaNLogitsError
 from rnnlib.models.decoder import DecoderCache, DecoderLM
 
@@ -158,7 +158,7 @@ def _padded(length: int, shortest: int, piece_size: int) -> int:
         return 0
     power = max(shortest, 1 << (length - 1).bit_length())
     padded = power * 3 // 4 if power > shortest and length <= power * 3 // 4 else power
-    return padded if padded <= piece_size else -(-length // piece_size) * piece_size
+    return padded if padded <= piece_size else rounded_up(length, piece_size)
 
 
 def _batches(groups: list[_Group], size: int) -> list[list[_Group]]:
@@ -203,9 +203,7 @@ def _score_batch(
         end = len(row.tokens) - prefix
         own_part = slice(end - len(row.targets), end)
         if np.isnan(log_probabilities[i, own_part]).any():
-            raise NaNLogitsError(
-                f"score: the model's logits are NaN for request {row.number}, expected numbers: are its weights finite?"
-            )
+            raise NaNLogitsError.of("score", f"request {row.number}")
         scored.append((row, Scores(log_probabilities[i, own_part].copy(), greedy[i, own_part].copy())))
     return scored
 
@@ -218,8 +216,7 @@ def _read_prefixes(
     few = -(-size // 4)
     prompts += [prompts[0]] * ((few if len(prompts) <= few else size) - len(prompts))
     tokens, segment_ids = pad_prompts(prompts, model.config.vocabulary_size, multiple=length)
-    # Positions count from the first token, not from the padding before it. All padding is in the first piece.
-    positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1, dtype=jnp.int32) - 1, 0)
+    positions = prompt_positions(segment_ids)  # all padding is in the first piece
     cache = model.init_cache(len(prompts), capacity)
     for start in range(0, length, piece_size):
         piece = slice(start, start + piece_size)

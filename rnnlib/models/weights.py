@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rnnlib.extras import from_extra
-from rnnlib.files import open_regular, parse_json
+from rnnlib.files import parse_json
 from rnnlib.models.config import ModelConfig
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.summary import abstract_model
 from rnnlib.models.variables import assign_by_column, values_by_column, values_by_path
+from rnnlib.safetensors_files import open_safetensors, write_safetensors
 
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32"}
 _NAMES = {code: name for name, code in _DTYPES.items()}
@@ -80,8 +80,6 @@ def save_weights(model: DecoderLM, path: str | os.PathLike[str]) -> None:
         ValueError: an array is not of the shape and dtype that the configuration gives it.
         TypeError: the configuration gives an array a dtype that files cannot hold.
     """
-    with from_extra("hub", "save_weights"):
-        import safetensors.numpy
     arrays: dict[str, np.ndarray] = {}
     for name, array in sorted(values_by_column(model, _SAVED).items()):
         arrays[name] = np.asarray(jax.device_get(array), order="C")
@@ -93,7 +91,7 @@ def save_weights(model: DecoderLM, path: str | os.PathLike[str]) -> None:
     target = pathlib.Path(path)
     unfinished = target.with_name(target.name + ".unfinished")
     try:
-        safetensors.numpy.save_file(arrays, unfinished, metadata={_CONFIG_KEY: json.dumps(model.config.to_dict())})
+        write_safetensors(unfinished, arrays, {_CONFIG_KEY: json.dumps(model.config.to_dict())})
         os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)  # of a full disk
@@ -111,19 +109,17 @@ def load_weights(path: str | os.PathLike[str]) -> DecoderLM:
     Raises:
         ValueError: where the file is no such file, is not whole, or its arrays do not fit the configuration in it.
     """
-    with from_extra("hub", "load_weights"):
-        import safetensors
     name = os.fspath(path)
+    os.stat(path)  # a missing file is the system's own error
     try:
-        open_regular(path).close()
-        file = safetensors.safe_open(path, framework="np")
+        file = open_safetensors(path)
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         fields = parse_json((file.metadata() or {})[_CONFIG_KEY], "its configuration")
         held = Held.of(x.get_shape() for x in slices.values())
         for key, value in fields.items():
             held.expect("its configuration", key, value)
         config = ModelConfig.from_dict(fields)
-    except (safetensors.SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{name}: expected a whole safetensors file that save_weights wrote ({error})") from error
     model = abstract_model(config)
     wanted = values_by_column(model, _SAVED)
