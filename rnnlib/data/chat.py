@@ -22,7 +22,8 @@ from rnnlib.data.config import DataConfig
 from rnnlib.data.conversation import Conversation
 from rnnlib.files import read_text, write_atomically
 from rnnlib.hub.chat import as_in_templates, chat_template, without_system
-from rnnlib.hub.special_tokens import TEMPLATES, special_tokens
+from rnnlib.hub.file_names import CHAT_TEMPLATE, CHAT_TEMPLATES
+from rnnlib.hub.special_tokens import special_tokens
 from rnnlib.hub.template_sandbox import Rendered, TemplateError, render_templates
 from rnnlib.tokenizers import FileTokenizer, Tokenizer
 
@@ -76,10 +77,10 @@ class ChatTemplate:
 
     def save(self, folder: Path) -> None:
         """Writes the template into a folder, where it counts before any other."""
-        write_atomically(folder / "chat_template.jinja", self.text.encode())
+        write_atomically(folder / CHAT_TEMPLATE, self.text.encode())
         if self.with_tools != self.text:
-            (folder / TEMPLATES).mkdir(exist_ok=True)
-            write_atomically(folder / TEMPLATES / "tool_use.jinja", self.with_tools.encode())
+            (folder / CHAT_TEMPLATES).mkdir(exist_ok=True)
+            write_atomically(folder / CHAT_TEMPLATES / "tool_use.jinja", self.with_tools.encode())
 
 
 class ChatEncoder:

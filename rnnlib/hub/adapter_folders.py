@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rnnlib.hub.adapters import ADAPTER, ADAPTER_CONFIG, FACTOR_PREFIX
+from rnnlib.hub.adapters import FACTOR_PREFIX
 from rnnlib.hub.config_reader import read_json, write_json
 from rnnlib.hub.families import family_of
+from rnnlib.hub.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
 from rnnlib.hub.files import WeightFiles, replace_folder
-from rnnlib.hub.pretrained import CONFIG, family_for
+from rnnlib.hub.pretrained import family_for
 from rnnlib.hub.weight_mapping import SAVED, Family, match_rows
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.variables import values_by_column
@@ -155,7 +156,7 @@ def save_adapter(
     }
 
     def write(staged: pathlib.Path) -> None:
-        write_safetensors(staged / ADAPTER, arrays, {"format": "pt"})
+        write_safetensors(staged / ADAPTER_WEIGHTS, arrays, {"format": "pt"})
         write_json(staged / ADAPTER_CONFIG, settings)
 
     replace_folder(pathlib.Path(folder), write)

@@ -18,11 +18,10 @@ import numpy as np
 
 from rnnlib.fields import PositiveInteger
 from rnnlib.hub.config_reader import ConfigKeys, read_json
+from rnnlib.hub.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
 from rnnlib.hub.names import local_folder
 from rnnlib.safetensors_files import open_safetensors
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER = "adapter_model.safetensors"
 FACTOR_PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.*)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.weight)?$")
 _FACTOR_BIAS = ".lora_B.bias"
@@ -80,7 +79,7 @@ class Adapter:
         self._ranks = _pattern(keys, "rank_pattern")
         self._alphas = _pattern(keys, "alpha_pattern")
         keys.finish()
-        self.path = folder / ADAPTER
+        self.path = folder / ADAPTER_WEIGHTS
         self._arrays = open_safetensors(self.path)
         self._factors: dict[str, dict[str, str]] = {}
         self._whole: dict[str, str] = {}
@@ -218,7 +217,7 @@ def base_folder(folder: pathlib.Path) -> pathlib.Path:
     Raises:
         ValueError: the adapter names no model, or one that is not found.
     """
-    if (folder / "config.json").exists() or not (folder / ADAPTER_CONFIG).exists():
+    if (folder / CONFIG).exists() or not (folder / ADAPTER_CONFIG).exists():
         return folder
     keys = read_json(folder / ADAPTER_CONFIG)
     name, revision = keys.get("base_model_name_or_path"), keys.get("revision")
@@ -228,7 +227,7 @@ def base_folder(folder: pathlib.Path) -> pathlib.Path:
             "or owner/name, as there is no config.json"
         )
     for place in (pathlib.Path(name), folder / name):
-        if (place / "config.json").is_file():
+        if (place / CONFIG).is_file():
             return place
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ValueError(f"{folder / ADAPTER_CONFIG}: base_model_name_or_path is {name}, where no model is found")

@@ -7,7 +7,8 @@ from typing import Any
 
 from rnnlib.files import expect_within, read_text
 from rnnlib.hub.config_reader import read_json
-from rnnlib.hub.special_tokens import TEMPLATES, special_tokens
+from rnnlib.hub.file_names import CHAT_TEMPLATE, CHAT_TEMPLATE_JSON, CHAT_TEMPLATES, TOKENIZER_CONFIG
+from rnnlib.hub.special_tokens import special_tokens
 from rnnlib.hub.template_sandbox import TemplateError, render_template
 
 Message = Mapping[str, Any]
@@ -27,14 +28,14 @@ def chat_template(folder: pathlib.Path, *, has_tools: bool = False) -> str | Non
     Raises:
         ValueError: there are several templates, and none is called "default".
     """
-    files = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
-        files["default"] = folder / "chat_template.jinja"
+    files = {path.stem: path for path in sorted((folder / CHAT_TEMPLATES).glob("*.jinja"))}
+    if (folder / CHAT_TEMPLATE).is_file():
+        files["default"] = folder / CHAT_TEMPLATE
     if files:
         for path in files.values():
             expect_within(folder, path)
         return _chosen(folder, {name: read_text(path) for name, path in files.items()}, has_tools)
-    for name in ("tokenizer_config.json", "chat_template.json"):
+    for name in (TOKENIZER_CONFIG, CHAT_TEMPLATE_JSON):
         template = read_json(folder / name).get("chat_template") if (folder / name).is_file() else None
         if isinstance(template, list):
             entries = [entry for entry in template if isinstance(entry, Mapping) and isinstance(entry.get("name"), str)]

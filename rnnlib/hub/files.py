@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 
 from rnnlib.files import expect_within, file_within, unfinished_folder
-from rnnlib.hub.adapters import ADAPTER_CONFIG, folder_adapter
+from rnnlib.hub.adapters import folder_adapter
 from rnnlib.hub.config_reader import read_json, write_json
+from rnnlib.hub.file_names import ADAPTER_CONFIG, WEIGHTS, WEIGHTS_INDEX
 from rnnlib.safetensors_files import open_safetensors, write_safetensors
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _NUMBERS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Largest size of a new file. A model that was read keeps each array in the file that the array came from.
 _SHARD_BYTES = 5 * 2**30
 # Suffixes of weight files in any format. Such files are not copied from folder to folder.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
 
 
 class WeightFiles:
@@ -45,17 +44,17 @@ class WeightFiles:
         """
         self.folder = folder
         self.adapter = folder_adapter(folder if adapter_folder is None else adapter_folder)
-        index = folder / INDEX
+        index = folder / WEIGHTS_INDEX
         listed: dict[str, str] = {}
-        if (folder / SINGLE).exists():
-            names = [SINGLE]
+        if (folder / WEIGHTS).exists():
+            names = [WEIGHTS]
         elif index.exists():
             listed = self._weight_map(index)
             names = sorted(set(listed.values()))
         else:
-            found = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHTS)
+            found = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
             instead = f", and not {found[0]}" if found else ""
-            raise ValueError(f"{folder}: expected {SINGLE}, or shards and {INDEX}{instead}")
+            raise ValueError(f"{folder}: expected {WEIGHTS}, or shards and {WEIGHTS_INDEX}{instead}")
         self._stored_as: dict[str, str] = {}
         self._files = {name: open_safetensors(file_within(folder, name, index)) for name in names}
         self.shards = {array: name for name, file in self._files.items() for array in file.keys()}  # noqa: SIM118
@@ -138,7 +137,7 @@ def shard_names(sizes: Mapping[str, int]) -> dict[str, str]:
         groups[-1].append(name)
         taken += size
     if len(groups) == 1:
-        return dict.fromkeys(groups[0], SINGLE)
+        return dict.fromkeys(groups[0], WEIGHTS)
     files = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     return {name: file for file, names in zip(files, groups) for name in names}
 
@@ -164,9 +163,9 @@ def write_arrays(
         total += sum(array.nbytes for array in arrays.values())
         write_safetensors(folder / file, arrays, {"format": "pt"})
     if index is not None and index.exists() and read_json(index).get("weight_map") == shards:
-        shutil.copyfile(index, folder / INDEX)
-    elif set(shards.values()) != {SINGLE}:
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(shards)})
+        shutil.copyfile(index, folder / WEIGHTS_INDEX)
+    elif set(shards.values()) != {WEIGHTS}:
+        write_json(folder / WEIGHTS_INDEX, {"metadata": {"total_size": total}, "weight_map": dict(shards)})
 
 
 def other_files(folder: pathlib.Path) -> Iterable[pathlib.Path]:
@@ -176,7 +175,7 @@ def other_files(folder: pathlib.Path) -> Iterable[pathlib.Path]:
         ValueError: one of them is a link that leads out of the folder.
     """
     for path in sorted(folder.iterdir()):
-        is_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json") or path.name == ADAPTER_CONFIG
+        is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json") or path.name == ADAPTER_CONFIG
         if path.is_file() and not is_weights:
             expect_within(folder, path)
             yield path
@@ -205,7 +204,7 @@ def replace_folder(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) 
             os.replace(staged, folder)
             return
         for path in folder.iterdir():
-            stale = path.is_file() and (path.suffix == ".safetensors" or path.name in (INDEX, ADAPTER_CONFIG))
+            stale = path.is_file() and (path.suffix == ".safetensors" or path.name in (WEIGHTS_INDEX, ADAPTER_CONFIG))
             if stale or (staged / path.name).exists():
                 continue
             if path.is_dir():

@@ -15,9 +15,10 @@ from rnnlib.hub.adapters import base_folder
 from rnnlib.hub.config_equivalence import difference
 from rnnlib.hub.config_reader import ConfigKeys, read_json, write_json
 from rnnlib.hub.families import FAMILIES, family_of
-from rnnlib.hub.files import INDEX, WeightFiles, other_files, replace_folder, shard_names, write_arrays
+from rnnlib.hub.file_names import CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS_INDEX
+from rnnlib.hub.files import WeightFiles, other_files, replace_folder, shard_names, write_arrays
 from rnnlib.hub.names import local_folder
-from rnnlib.hub.special_tokens import TOKENIZER, TOKENIZER_CONFIG, copy_templates, folder_tokenizer
+from rnnlib.hub.special_tokens import copy_templates, folder_tokenizer
 from rnnlib.hub.weight_mapping import EMBEDDING, SAVED, Family, Match, match_rows, stored_twice, tied_names
 from rnnlib.models.config import DtypeName, ModelConfig
 from rnnlib.models.decoder import DecoderLM
@@ -26,8 +27,6 @@ from rnnlib.models.summary import abstract_model
 from rnnlib.models.variables import assign_values, by_variable, values_by_column, values_by_path
 from rnnlib.models.weights import Held
 from rnnlib.tokenizers import FileTokenizer, Tokenizer
-
-CONFIG = "config.json"
 
 
 class Source(NamedTuple):
@@ -295,7 +294,7 @@ def _write_back(staged: pathlib.Path, model: DecoderLM, source: Source, family: 
         used = {name: array.astype(source.dtypes[name]) for name, array in found.items()}
         return {name: used[name] if name in used else files.read(name) for name in names}
 
-    write_arrays(staged, source.shards, arrays_of, index=source.folder / INDEX)
+    write_arrays(staged, source.shards, arrays_of, index=source.folder / WEIGHTS_INDEX)
     for path in other_files(source.folder):
         shutil.copyfile(path, staged / path.name)
     copy_templates(source.folder, staged)
@@ -358,7 +357,7 @@ def _written_config(family: Family, config: ModelConfig) -> dict[str, Any]:
     try:
         values = family.write(config)
         values |= {"architectures": [family.architecture], "dtype": config.param_dtype}
-        changed = difference(config, read_config(family, values, "config.json"))
+        changed = difference(config, read_config(family, values, CONFIG))
     except ValueError as error:
         raise ValueError(f"save_pretrained: the model is not of family {family.name!r}: {error}") from None
     if changed is not None:

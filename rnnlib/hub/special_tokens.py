@@ -12,20 +12,24 @@ from typing import Any
 from rnnlib.extras import from_extra
 from rnnlib.files import MAX_JSON_BYTES, expect_within, read_bytes, write_atomically
 from rnnlib.hub.config_reader import read_json, write_json
+from rnnlib.hub.file_names import (
+    ADDED_TOKENS,
+    CHAT_TEMPLATE,
+    CHAT_TEMPLATE_JSON,
+    CHAT_TEMPLATES,
+    CONFIG,
+    GENERATION_CONFIG,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+)
 from rnnlib.tokenizer_bounds import MAX_TOKENS
 from rnnlib.tokenizers import Backend, FileTokenizer, read_backend
 
 with from_extra("hub", "rnnlib.hub"):
     import tokenizers
 
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-GENERATION_CONFIG = "generation_config.json"
-SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-ADDED_TOKENS = "added_tokens.json"
-TEMPLATES = "additional_chat_templates"
-_BESIDE = ("chat_template.jinja", "chat_template.json", GENERATION_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
-_CONFIG = "config.json"
+_BESIDE = (CHAT_TEMPLATE, CHAT_TEMPLATE_JSON, GENERATION_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
 _DECODER = "added_tokens_decoder"
 # Objects of config.json that may name the end in its place.
 _TEXT_PARTS = ("decoder", "generator", "text_config")
@@ -38,7 +42,7 @@ def special_tokens(folder: pathlib.Path) -> dict[str, str]:
 
 def end_tokens(folder: pathlib.Path) -> tuple[int, ...]:
     """The ids of the tokens that end generation, from the first file that names any; empty if there is none."""
-    keys = _read(folder / _CONFIG)
+    keys = _read(folder / CONFIG)
     parts = [part for part in map(keys.get, _TEXT_PARTS) if isinstance(part, Mapping)]
     for source in (_read(folder / GENERATION_CONFIG), keys, *parts[:1]):
         given = source.get("eos_token_id")
@@ -93,7 +97,7 @@ def copy_tokenizer_files(folder: pathlib.Path, target: pathlib.Path) -> None:
 
 def copy_templates(folder: pathlib.Path, target: pathlib.Path) -> None:
     """Copies a folder's additional chat templates into another folder; errors as in `copy_tokenizer_files`."""
-    _copy(sorted((folder / TEMPLATES).glob("*.jinja")), folder, target)
+    _copy(sorted((folder / CHAT_TEMPLATES).glob("*.jinja")), folder, target)
 
 
 def _copy(paths: Iterable[pathlib.Path], folder: pathlib.Path, target: pathlib.Path) -> None:

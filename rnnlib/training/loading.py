@@ -8,8 +8,8 @@ from typing import Any
 
 from rnnlib.data import FileTokenizer, Tokenizer, load_tokenizer
 from rnnlib.hub import Pretrained, load_pretrained, pretrained_config
-from rnnlib.hub.adapters import ADAPTER_CONFIG
 from rnnlib.hub.chat import chat_template, render_chat
+from rnnlib.hub.file_names import ADAPTER_CONFIG, CONFIG
 from rnnlib.hub.names import local_folder
 from rnnlib.hub.pretrained import tokenizer_folder
 from rnnlib.hub.special_tokens import end_tokens, special_tokens
@@ -87,7 +87,7 @@ def is_run(folder: str | os.PathLike[str]) -> bool:
     folder = split_step(local_folder(folder))[0]
     if (folder / CONFIG_FILE).is_file():
         return True
-    if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
+    if (folder / CONFIG).is_file() or (folder / ADAPTER_CONFIG).is_file():
         return False
     if folder.is_dir():
         raise RunError(
