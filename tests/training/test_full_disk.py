@@ -4,11 +4,14 @@ import dataclasses
 import subprocess
 
 import pytest
+from flax import nnx
 
 from rnnlib.cli.main import main
 from rnnlib.data import DataConfig, load_tokenizer
 from rnnlib.data.corpus import load_corpus
 from rnnlib.files import write_atomically
+from rnnlib.models import DecoderLM
+from rnnlib.models.weights import save_weights
 from rnnlib.training import CheckpointError, LoggingConfig, Trainer, load_run, read_csv
 from rnnlib.training.orbax_errors import first_cause, reason_in_one_line
 from rnnlib.training.plots import plot_losses
@@ -133,6 +136,13 @@ def test_a_model_that_is_exported_to_a_full_disk(small_disk, tiny_config, tmp_pa
     error = capsys.readouterr().err
     assert "No space left on device" in error and error.count("\n") == 1
     assert set(disk.rglob("*")) == before
+
+
+def test_weights_that_find_no_room(small_disk, tiny_config):
+    disk = small_disk("8k")
+    with pytest.raises(OSError, match=r"weights\.safetensors.* cannot be written"):
+        save_weights(DecoderLM(tiny_config.model, rngs=nnx.Rngs(0)), disk / "weights.safetensors")
+    assert not list(disk.iterdir())
 
 
 def test_a_picture_and_a_token_cache_that_find_no_room(small_disk, corpus):
