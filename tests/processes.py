@@ -9,6 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
+# Where the tests' own processes keep compiled functions between runs (tests/conftest.py).
+_KEPT = {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+}
 
 
 def result_of(module: str, *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 1200) -> Any:
@@ -17,13 +22,13 @@ def result_of(module: str, *arguments: str, environment: Mapping[str, str] | Non
     Args:
         module: the program, which sets how many devices it has.
         arguments: of the program.
-        environment: its environment; that of this process by default.
+        environment: its environment; by default that of this process, with functions that the tests have compiled.
         timeout: in seconds.
     """
     process = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
-        env={**(os.environ if environment is None else environment), "JAX_PLATFORMS": "cpu"},
+        env={**(_KEPT | os.environ if environment is None else environment), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=timeout,
