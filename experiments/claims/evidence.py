@@ -15,7 +15,8 @@ from experiments.language_modelling.command import load_study
 from experiments.language_modelling.report import chosen
 from experiments.long_context.report import finished, rise_of_perplexity
 from experiments.sweep.command import whole_study
-from experiments.sweep.outcomes import Outcome, choose
+from experiments.sweep.outcomes import Outcome, choose, count_solved
+from experiments.sweep.results import read_runs
 from experiments.throughput.report import find, read_results
 
 Measure = Callable[[], Interval | None]
@@ -87,6 +88,25 @@ def solved_at_all_rates(study: str, cell: str, ours: str, theirs: str, setting: 
     def measure() -> Interval | None:
         found = [outcome(study, cell, label, setting) for label in (ours, theirs)]
         return None if None in found else between_counts(*(one.tried for one in found if one is not None))
+
+    return measure
+
+
+def solved_so_far(study: str, cell: str, ours: str, theirs: str, setting: Setting = "real") -> Measure:
+    """As `solved_at_all_rates`, where seeds are missing: of the choosing runs that both mixers have."""
+
+    def measure() -> Interval | None:
+        plan = whole_study(study, setting)
+        (own,) = (one for one in plan.cells if one.name == cell)
+        mixers = {mixer.label: mixer for mixer in plan.mixers}
+        runs = [read_runs(table_path(study, setting), mixers[label], own) for label in (ours, theirs)]
+        lanes = [lane for lane in plan.lanes(own) if all(lane in done for done in runs)]
+        if not lanes:
+            return None
+        ours_solved, theirs_solved = (
+            count_solved([done[lane]["validation"][plan.metric] for lane in lanes]) for done in runs
+        )
+        return between_counts(ours_solved, theirs_solved)
 
     return measure
 

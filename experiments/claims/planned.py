@@ -8,7 +8,7 @@ from experiments.beside_fla.report import band, compare, runs_of, told_outside, 
 from experiments.beside_fla.study import MIXERS as CURVE_MIXERS
 from experiments.beside_fla.study import OURS, SETTINGS, THEIRS
 from experiments.beside_fla.study import study as curve_study
-from experiments.claims.evidence import LOSS, SHARE, Measure, between, solved, solved_at_all_rates
+from experiments.claims.evidence import LOSS, SHARE, Measure, between, solved, solved_at_all_rates, solved_so_far
 from experiments.decoding import report as decoding
 from experiments.float8 import report as float8
 from experiments.harness.tables import EXPERIMENTS, Row, read_table, table_path
@@ -81,8 +81,11 @@ def _recall() -> list[Hypothesis]:
         parts = ((f"{ours} less {theirs}", solved("recall", cell, ours, theirs), region) for ours, theirs in pairs)
         return judged(parts)
 
+    def more_so_far(ours: str, theirs: str) -> Callable[[], Answer]:
+        return judged([(f"{ours} less {theirs}", solved_so_far("recall", twice, ours, theirs), MORE)])
+
     linear = [m.label for m in RECALL_MIXERS if m.label not in ("attention", "Gated KalmaNet")]
-    cell = "32 pairs, T=128"
+    cell, twice = "32 pairs, T=128", "64 pairs, T=256"
     long_keys = ("KLA, long keys", "KLA without key norm, long keys")
     asked = (
         (
@@ -97,7 +100,15 @@ def _recall() -> list[Hypothesis]:
         ("KLA needs its key norm where keys are long", more(cell, long_keys)),
         (
             "Gated KalmaNet solves 64 pairs more often than every linear rule",
-            more("64 pairs, T=256", *(("Gated KalmaNet", other) for other in linear)),
+            more(twice, *(("Gated KalmaNet", other) for other in linear)),
+        ),
+        (
+            "DeltaNet solves 64 pairs in more of the choosing runs than its layer with an additive rule",
+            more_so_far("DeltaNet", "DeltaNet's layer, additive"),
+        ),
+        (
+            "Gated KalmaNet solves 64 pairs in more of the choosing runs than DeltaNet",
+            more_so_far("Gated KalmaNet", "DeltaNet"),
         ),
     )
     return [Hypothesis("recall", says, answer) for says, answer in asked]

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import pathlib
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from experiments.harness.study import Mixer
 from experiments.harness.tables import Row
@@ -96,12 +96,13 @@ def choose(study: Study, path: pathlib.Path, mixer: Mixer, cell: Cell) -> Outcom
         rate,
         len(rates) > 1 and rate in (min(rates), max(rates)),
         tuple(runs),
-        _solved(tested),
-        _solved(validated),
+        count_solved(tested),
+        count_solved(validated),
     )
 
 
-def _solved(accuracies: list[float]) -> tuple[int, int]:
+def count_solved(accuracies: Sequence[float]) -> tuple[int, int]:
+    """How many of these accuracies count as solved, of how many."""
     return sum(accuracy >= SOLVED for accuracy in accuracies), len(accuracies)
 
 
