@@ -123,38 +123,40 @@ def _judged(arm: str, found: dict[str, Comparison]) -> str:
 
 
 def figure(plan: CurveStudy, rows: dict[tuple[str, str], Row], path: pathlib.Path) -> None:
-    """A column a mixer: losses, gradient norms, and the windows' differences beside the reordered run's band."""
-    mixers = [mixer.label for mixer in plan.mixers if (mixer.label, OURS) in rows]
+    """A column a mixer that has runs beside ours: losses, and windows' differences of losses and norms with bands."""
+    runs_by_mixer = {mixer.label: runs_of(mixer.label, rows) for mixer in plan.mixers}
+    shown = {mixer: runs for mixer, runs in runs_by_mixer.items() if len(runs) > 1}
+    if not shown:
+        return
     drawing, panels = pyplot().subplots(
-        3, len(mixers), figsize=(4.6 * len(mixers), 8.2), sharex=True, squeeze=False, layout="constrained"
+        3, len(shown), figsize=(5.2 * len(shown), 8.2), sharex=True, squeeze=False, layout="constrained"
     )
-    for column, mixer in enumerate(mixers):
-        top, middle, bottom = panels[:, column]
-        runs = runs_of(mixer, rows)
-        ours = runs[OURS]
+    for column, (mixer, runs) in enumerate(shown.items()):
+        top, *below = panels[:, column]
+        found = {arm: compare(run, runs[OURS], plan.window) for arm, run in runs.items() if arm != OURS}
+        noise = band(found)
         for arm, run in runs.items():
-            color = COLORS[arm]
             line = "--" if arm == THEIRS else "-"
-            steps = np.arange(1, len(run["losses"]) + 1)
             if arm not in ORDERS:
-                top.plot(steps, run["losses"], line, color=color, linewidth=0.9, label=arm)
-                middle.plot(steps, run["gradient_norms"], line, color=color, linewidth=0.9)
-            if arm != OURS:
-                found = compare(run, ours, plan.window).losses
-                places = plan.window * (np.arange(len(found)) + 0.5)
-                bottom.plot(places, found, line, marker="o", markersize=4, color=color)
-        if noise := band({arm: compare(run, ours, plan.window) for arm, run in runs.items() if arm != OURS}):
-            most = np.abs(noise[0].losses).max()
-            bottom.axhspan(-most, most, color="0.9", zorder=0)
-        top.set(title=mixer, ylim=(0.9 * min(ours["losses"]), None))
-        middle.set_yscale("log")
-        bottom.set_xlabel("step")
-        bottom.axhline(0, color="0.6", linewidth=1)
-    for panel, label in zip(
-        panels[:, 0], ("loss, nats a byte", "gradient norm", f"loss less ours, {plan.window} steps")
-    ):
-        panel.set_ylabel(label)
-    panels[0, 0].legend(frameon=False, fontsize=8)
+                top.plot(np.arange(1, len(run["losses"]) + 1), run["losses"], line, color=COLORS[arm], linewidth=0.9)
+        for panel, name, scale in zip(below, ("losses", "norms"), (1, 100)):
+            for arm, one in found.items():
+                values = scale * getattr(one, name)
+                places = plan.window * (np.arange(len(values)) + 0.5)
+                line = "--" if arm == THEIRS else "-"
+                label = None if arm in ORDERS else arm
+                panel.plot(places, values, line, marker="o", markersize=4, color=COLORS[arm], label=label)
+            if noise is not None:
+                most = scale * np.abs(getattr(noise[0], name)).max()
+                panel.axhspan(-most, most, color="0.9", zorder=0, label=f"band of {noise[1]} in another order")
+            panel.axhline(0, color="0.6", linewidth=1)
+        top.set(title=mixer, ylim=(0.9 * min(runs[OURS]["losses"]), None))
+        top.legend(*below[0].get_legend_handles_labels(), frameon=False, fontsize=8)
+        below[1].set_xlabel("step")
+    windows = f"in windows of {plan.window} steps"
+    names = ("loss, nats a byte", f"loss less ours, nats,\n{windows}", f"gradient norm less ours, %,\n{windows}")
+    for panel, name in zip(panels[:, 0], names):
+        panel.set_ylabel(name)
     save(drawing, path)
 
 

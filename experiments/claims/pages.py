@@ -25,7 +25,7 @@ PLANNED_END = "<!-- end of the hypotheses -->"
 
 def _place(region: Region) -> str:
     """A region in words."""
-    ends = [f"{100 * end:+.0f}" for end in (region.low, region.high) if math.isfinite(end)]
+    ends = [f"{100 * end:+.0f}" if end else "0" for end in (region.low, region.high) if math.isfinite(end)]
     if math.isinf(region.low):
         return f"below {ends[0]}"
     if math.isinf(region.high):

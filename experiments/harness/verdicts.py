@@ -41,7 +41,9 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        return f"{100 * self.estimate:+.1f} % ({100 * self.low:+.1f} to {100 * self.high:+.1f})"
+        ends = (round(100 * value, 1) for value in (self.estimate, self.low, self.high))
+        estimate, low, high = (f"{end:+.1f}" if end else "0.0" for end in ends)  # of -0.04 too: no "-0.0"
+        return f"{estimate} % ({low} to {high})"
 
 
 @dataclasses.dataclass(frozen=True)

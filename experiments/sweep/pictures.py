@@ -14,6 +14,7 @@ from experiments.sweep.study import Study
 
 _NEGATIVE = " [-1, 1]"
 _MARKERS = "osD^vP*X<>h"
+_BAR = "#9ecae1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +97,7 @@ class _Picture:
 
     def bars(self) -> Any:
         """Accuracy at the longest test, a panel for each cell and test: each seed as a dot, the median as a bar."""
-        drawing, panel_rows = self._panels(1 + 0.26 * len(self.labels))
+        drawing, panel_rows = self._panels(0.9 + 0.24 * len(self.labels), sharey=True)
         for panel, group in zip(panel_rows.flat, self.groups):
             length, test = list(group.tests.items())[-1]
             rows = self._outcomes(group)
@@ -105,22 +106,25 @@ class _Picture:
                     panel.text(1, i, "not run", va="center", fontsize=7, color="grey")
                     continue
                 values = rows[label].values(self.study.metric, test)
-                panel.barh(i, statistics.median(values), color=self.colors[label], alpha=0.5)
+                panel.barh(i, statistics.median(values), color=_BAR)
                 panel.plot(values, [i] * len(values), "o", color="black", markersize=3, clip_on=False)
             panel.set_yticks(range(len(self.labels)), self.labels, fontsize=8)
             panel.set_ylim(len(self.labels) - 0.4, -0.6)
             panel.set_xlim(0, 103)
-            panel.set_xlabel(f"test accuracy at T={length}, %: a dot for each seed, a bar to the median", fontsize=8)
+            panel.set_xlabel(f"test at T={length}", fontsize=8)
             panel.grid(alpha=0.3, axis="x")
             self._chance(group, panel.axvline)
+        drawing.supxlabel("test accuracy, %: a dot for each seed, a bar to the median", fontsize=9)
         return drawing
 
-    def _panels(self, height: float) -> tuple[Any, Any]:
+    def _panels(self, height: float, **options: Any) -> tuple[Any, Any]:
         """A panel for each cell and test, three in a row."""
         across = min(len(self.groups), 3)
         down = -(-len(self.groups) // across)
         size = (max(4.2 * across, 7.5), height * down)
-        drawing, panel_rows = pyplot().subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+        drawing, panel_rows = pyplot().subplots(
+            down, across, figsize=size, squeeze=False, layout="constrained", **options
+        )
         for panel, group in zip(panel_rows.flat, self.groups):
             panel.set_title(group.title, fontsize=10)
         for panel in list(panel_rows.flat)[len(self.groups) :]:
