@@ -5,7 +5,7 @@ from typing import Literal
 from experiments.harness.study import Mixer
 from experiments.language_modelling.study import LanguageStudy
 from experiments.language_modelling.study import study as language_study
-from rnnlib.layers import NoDecay, Offline, RidgeRegression, SoftplusDecay
+from rnnlib.layers import LinearAttention, NoDecay, RidgeRegression, SoftplusDecay
 
 AxesSetting = Literal["small", "real"]
 SETTINGS: tuple[AxesSetting, ...] = ("small", "real")
@@ -21,7 +21,7 @@ def combinations() -> tuple[Mixer, ...]:
     }
     found = []
     for name, decay in decays.items():
-        found.append(Mixer.of(f"additive, {name}", "deltanet", decay=decay, solve=Offline()))
+        found.append(Mixer.of(f"additive, {name}", "deltanet", decay=decay, solve=LinearAttention()))
         found.append(Mixer.of(f"delta rule, {name}", "deltanet", decay=decay))
         found.append(Mixer.of(f"delta rule + ATK, {name}", "pdn", decay=decay))
         if name != "decay by channel":  # the ridge solve has one decay a head

@@ -9,7 +9,7 @@ from experiments.harness.study import Setting
 from experiments.mqar_settings import long_recall_cell, small_recall_cell
 from experiments.sweep import Cell, Mixer, Study
 from rnnlib.data.tasks import MQAR
-from rnnlib.layers import ConvolutionConfig, Initializer, Offline, SigmoidGain
+from rnnlib.layers import ConvolutionConfig, Initializer, LinearAttention, SigmoidGain
 
 # PyTorch's start of a filter, which keeps a stream's size: keys are about fifteen times as long as from ours.
 LONG_KEYS = ConvolutionConfig(initializer=Initializer("fan_in_uniform", 1.0))
@@ -25,8 +25,8 @@ MIXERS = (
     Mixer.of("Gated KalmaNet", "gated_kalmanet"),
     Mixer.of("attention", "attention"),
     # The same layers with an additive rule: what erasing does, and nothing else.
-    Mixer.of("DeltaNet's layer, additive", "deltanet", solve=Offline()),
-    Mixer.of("Gated DeltaNet's layer, additive", "gated_deltanet", solve=Offline()),
+    Mixer.of("DeltaNet's layer, additive", "deltanet", solve=LinearAttention()),
+    Mixer.of("Gated DeltaNet's layer, additive", "gated_deltanet", solve=LinearAttention()),
 )
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 

@@ -71,9 +71,9 @@ from rnnlib.layers.rwkv7 import RWKV7, ChannelMix, ChannelMixCache, ChannelMixCo
 from rnnlib.layers.shared_transformer import SharedInputMixer, SharedInputMixerConfig, SharedTransformer
 from rnnlib.layers.slots import GatedSlots, SlotState
 from rnnlib.layers.solve import (
+    DeltaRule,
+    LinearAttention,
     MatrixStateSolver,
-    Offline,
-    Online,
     OperatorOptions,
     RecurrenceInputs,
     SolveConfig,
@@ -104,6 +104,7 @@ __all__ = [
     "Decay",
     "DecayConfig",
     "DecayGate",
+    "DeltaRule",
     "EFLAGain",
     "ExpertMixture",
     "Experts",
@@ -131,6 +132,7 @@ __all__ = [
     "LatentAttention",
     "LatentAttentionConfig",
     "LatentCache",
+    "LinearAttention",
     "LogSigmoidDecay",
     "LonghornGain",
     "MLPConfig",
@@ -141,8 +143,6 @@ __all__ = [
     "MixerShape",
     "NLMSGain",
     "NoDecay",
-    "Offline",
-    "Online",
     "OperatorOptions",
     "OutputCorrection",
     "OutputProjection",

@@ -42,7 +42,7 @@ from rnnlib.layers.output_projection import OutputProjection, OutputProjectionCo
 from rnnlib.layers.part import PartConfig
 from rnnlib.layers.qkv_branch import BranchNorm, QKVBranch, columns_in_place, run_branches
 from rnnlib.layers.rotary import Rotary, running_positions
-from rnnlib.layers.solve import Online, OperatorOptions, RecurrenceInputs, SolveConfig
+from rnnlib.layers.solve import DeltaRule, OperatorOptions, RecurrenceInputs, SolveConfig
 from rnnlib.layers.validation import check_decay, check_decay_is_no_growth, check_gates, check_keys, expect_type
 from rnnlib.ops.delayed_update import DelayedState
 from rnnlib.ops.skinny_gemm import Epilogue
@@ -112,7 +112,7 @@ class RecurrentMixerConfig(MixerConfig):
     decay: DecayConfig = dataclasses.field(default_factory=NoDecay)
     gain: GainConfig = dataclasses.field(default_factory=SigmoidGain)
     keys: KeysConfig = dataclasses.field(default_factory=PlainKeys)
-    solve: SolveConfig = dataclasses.field(default_factory=Online)
+    solve: SolveConfig = dataclasses.field(default_factory=DeltaRule)
     output_projection: OutputProjectionConfig = dataclasses.field(default_factory=OutputProjectionConfig)
     convolution: ConvolutionConfig | None = dataclasses.field(default_factory=ConvolutionConfig)
     feature_map: FeatureMap = "silu"
@@ -145,7 +145,7 @@ class RecurrentMixerConfig(MixerConfig):
     def _check_steps(self) -> None:
         """Raises ValueError unless the parts know nothing of the token beside its keys, values and gains."""
         served: tuple[tuple[str, Any, tuple[type, ...]], ...] = (
-            ("solve", self.solve, (Online,)),
+            ("solve", self.solve, (DeltaRule,)),
             ("keys", self.keys, (PlainKeys,)),
             ("gain", self.gain, (SigmoidGain, UnitGain)),
         )

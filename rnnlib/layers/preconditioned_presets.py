@@ -17,7 +17,7 @@ from rnnlib.layers.preconditioner import (
     PreconditionedGain,
 )
 from rnnlib.layers.presets import mixer_preset, register_preset
-from rnnlib.layers.solve import Offline
+from rnnlib.layers.solve import LinearAttention
 
 _PAPER = "Tumma et al. 2026, arXiv 2604.21100"
 _COMPOSITION = "composition, 2026"
@@ -54,7 +54,7 @@ def pla() -> MixerConfig:
 
     Equation 8 with `A_t = A_{t-1} + k_t^2`. The layer around the rule is DeltaNet's, as throughout the paper.
     """
-    return mixer_preset("deltanet", gain=UnitGain(), keys=ApplyToQuery(), solve=Offline())
+    return mixer_preset("deltanet", gain=UnitGain(), keys=ApplyToQuery(), solve=LinearAttention())
 
 
 @register_preset("Preconditioned Mamba-2", _PAPER)
@@ -65,7 +65,7 @@ def pmamba2() -> MixerConfig:
     DeltaNet's layer: what table 6 compares (appendix E.3, which writes the same gates for both; whether its models had
     them is not said).
     """
-    return mixer_preset("gated_deltanet", keys=ApplyToQuery(), solve=Offline(), output_gate=False)
+    return mixer_preset("gated_deltanet", keys=ApplyToQuery(), solve=LinearAttention(), output_gate=False)
 
 
 @register_preset("Key-preconditioned Mamba-2", _PAPER)
@@ -75,7 +75,7 @@ def mamba2_atk() -> MixerConfig:
     The preconditioner of the online convex programming view for a rule that erases nothing: the stable B_t with gates
     of its own, in the layer of P-Mamba-2.
     """
-    return mixer_preset("gated_deltanet", keys=ApplyToKey(), solve=Offline(), output_gate=False)
+    return mixer_preset("gated_deltanet", keys=ApplyToKey(), solve=LinearAttention(), output_gate=False)
 
 
 @register_preset("Preconditioned GLA", _PAPER)
@@ -89,7 +89,7 @@ def pgla() -> MixerConfig:
         decay=LogSigmoidDecay(channelwise=True, rank=16, divisor=16.0),
         gain=UnitGain(),
         keys=ApplyToQuery(),
-        solve=Offline(),
+        solve=LinearAttention(),
     )
 
 

@@ -42,7 +42,7 @@ from rnnlib.layers.rotary import Rotary
 from rnnlib.layers.rwkv7 import ChannelMixConfig, RWKV7Config
 from rnnlib.layers.shared_transformer import SharedInputMixerConfig
 from rnnlib.layers.slots import GatedSlots
-from rnnlib.layers.solve import Offline
+from rnnlib.layers.solve import LinearAttention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,10 @@ def linear_attention() -> MixerConfig:
     Identity feature map and no denominator, as in the later papers; `feature_map="elu_plus_one"` is the original map.
     """
     return RecurrentMixerConfig(
-        gain=UnitGain(), solve=Offline(), output_projection=OutputProjectionConfig(gate="none"), **_STREAMS_AS_PROJECTED
+        gain=UnitGain(),
+        solve=LinearAttention(),
+        output_projection=OutputProjectionConfig(gate="none"),
+        **_STREAMS_AS_PROJECTED,
     )
 
 
@@ -146,7 +149,7 @@ def retnet() -> MixerConfig:
     return RecurrentMixerConfig(
         decay=FixedDecay(),
         gain=UnitGain(),
-        solve=Offline(),
+        solve=LinearAttention(),
         output_projection=OutputProjectionConfig(gate="silu"),
         **_STREAMS_AS_PROJECTED,
         rotary=Rotary(),
@@ -165,7 +168,7 @@ def mamba2() -> MixerConfig:
     return RecurrentMixerConfig(
         decay=SoftplusDecay(rate=(1.0, 16.0)),
         gain=StepGain(),
-        solve=Offline(),
+        solve=LinearAttention(),
         output_projection=OutputProjectionConfig(gate="silu", gate_first=True, norm="all", eps=1e-5, skip=True),
         convolution=ConvolutionConfig(use_bias=True, initializer=Initializer("fan_in_uniform", 1.0)),
         query_norm="none",
@@ -187,7 +190,7 @@ def gla() -> MixerConfig:
     return RecurrentMixerConfig(
         decay=LogSigmoidDecay(channelwise=True, rank=16, divisor=16.0),
         gain=UnitGain(),
-        solve=Offline(),
+        solve=LinearAttention(),
         output_projection=OutputProjectionConfig(gate="silu"),
         **_STREAMS_AS_PROJECTED,
         key_expansion=0.5,
@@ -204,7 +207,7 @@ def hgrn2() -> MixerConfig:
     return RecurrentMixerConfig(
         decay=KeyDecay(),
         gain=UnitGain(),
-        solve=Offline(),
+        solve=LinearAttention(),
         output_projection=OutputProjectionConfig(gate="none", norm="all", eps=1e-5),
         **_STREAMS_AS_PROJECTED | {"feature_map": "silu", "key_feature_map": "identity"},
     )

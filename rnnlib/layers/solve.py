@@ -138,21 +138,21 @@ class MatrixStateSolver(Solver):
 
 
 @dataclasses.dataclass(frozen=True)
-class Online(SolveConfig):
+class DeltaRule(SolveConfig):
     """The delta rule, `S_t = D_t S_(t-1) + k~_t (w_t v_t - (D_t S_(t-1))^T (b_t k_t))^T`."""
 
     words = "delta rule"
 
-    def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "OnlineSolver":
+    def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "DeltaRuleSolver":
         """Builds the module."""
-        return OnlineSolver(shape, options)
+        return DeltaRuleSolver(shape, options)
 
     def erases(self) -> bool:
         """True: each token erases along its read key."""
         return True
 
 
-class OnlineSolver(MatrixStateSolver):
+class DeltaRuleSolver(MatrixStateSolver):
     """Calls `rnnlib.ops.gated_delta_rule`."""
 
     def __call__(
@@ -164,7 +164,7 @@ class OnlineSolver(MatrixStateSolver):
         state: Any = None,
     ) -> tuple[ValueHeads, Any]:
         """Output and next state."""
-        expect_no_previous("Online", recurrence_inputs.gates)
+        expect_no_previous("DeltaRule", recurrence_inputs.gates)
         if isinstance(state, DelayedState):
             scale, implementation = self.options.scale, self.options.implementation
             return delayed_token(self._token(recurrence_inputs), state, scale=scale, implementation=implementation)
@@ -188,13 +188,13 @@ class OnlineSolver(MatrixStateSolver):
 
     def _token(self, recurrence_inputs: RecurrenceInputs) -> DeltaRuleInputs:
         keys, gates = recurrence_inputs.keys, recurrence_inputs.gates
-        both = resolve_gates("Online", gates.beta, gates.erase, gates.write, recurrence_inputs.value.shape[:3])
+        both = resolve_gates("DeltaRule", gates.beta, gates.erase, gates.write, recurrence_inputs.value.shape[:3])
         log_decay = recurrence_inputs.decay.log_decay
         return DeltaRuleInputs(keys.query, keys.key, recurrence_inputs.value, both, keys.write_key, log_decay)
 
 
 @dataclasses.dataclass(frozen=True)
-class Offline(SolveConfig):
+class LinearAttention(SolveConfig):
     """Linear attention, `S_t = D_t S_(t-1) + k~_t (w_t v_t)^T`: nothing is erased.
 
     Attributes:
@@ -206,9 +206,9 @@ class Offline(SolveConfig):
 
     normalize: bool = False
 
-    def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "OfflineSolver":
+    def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "LinearAttentionSolver":
         """Builds the module."""
-        return (NormalizedOfflineSolver if self.normalize else OfflineSolver)(shape, options)
+        return (NormalizedLinearAttentionSolver if self.normalize else LinearAttentionSolver)(shape, options)
 
     def describe(self) -> str:
         """The axis in a few words, for the table of mixers."""
@@ -219,7 +219,7 @@ class Offline(SolveConfig):
         return False
 
 
-class OfflineSolver(MatrixStateSolver):
+class LinearAttentionSolver(MatrixStateSolver):
     """Calls `rnnlib.ops.linear_attention`."""
 
     def __call__(
@@ -238,10 +238,10 @@ class OfflineSolver(MatrixStateSolver):
             ValueError: the gain gives an erase gate: linear attention has none.
         """
         gates = recurrence_inputs.gates
-        expect_no_previous("Offline", gates)
+        expect_no_previous("LinearAttention", gates)
         if gates.erase is not None:
             raise ValueError(
-                "Offline: the gain gives an erase gate, expected beta or write: linear attention erases nothing"
+                "LinearAttention: the gain gives an erase gate, expected beta or write: linear attention erases nothing"
             )
         token = self._token(recurrence_inputs)
         if isinstance(state, DelayedState):
@@ -265,7 +265,7 @@ class OfflineSolver(MatrixStateSolver):
     def _token(self, recurrence_inputs: RecurrenceInputs) -> DeltaRuleInputs:
         keys, gates = recurrence_inputs.keys, recurrence_inputs.gates
         write = gates.beta if gates.write is None else gates.write
-        own = resolve_gates("Offline", None, None, write, recurrence_inputs.value.shape[:3])
+        own = resolve_gates("LinearAttention", None, None, write, recurrence_inputs.value.shape[:3])
         return DeltaRuleInputs(
             keys.query, keys.written, recurrence_inputs.value, own, None, recurrence_inputs.decay.log_decay
         )
@@ -283,7 +283,7 @@ class NormalizedState(NamedTuple):
     weight: Array
 
 
-class NormalizedOfflineSolver(OfflineSolver):
+class NormalizedLinearAttentionSolver(LinearAttentionSolver):
     """Linear attention whose values have one more channel, equal to 1: its output is the denominator."""
 
     def __call__(
@@ -300,7 +300,7 @@ class NormalizedOfflineSolver(OfflineSolver):
             ValueError: the gain gives an erase gate, or a write gate per value channel.
         """
         if recurrence_inputs.gates.write is not None and recurrence_inputs.gates.write.ndim == 4:
-            raise ValueError("Offline: normalize takes a write gate per head, not per value channel")
+            raise ValueError("LinearAttention: normalize takes a write gate per head, not per value channel")
         wide, dtype = self.shape.gate_dtype, recurrence_inputs.value.dtype
         value, keys = recurrence_inputs.value.astype(wide), recurrence_inputs.keys
         keys = Keys(keys.query.astype(wide), keys.written.astype(wide))

@@ -7,10 +7,10 @@ from rnnlib.layers import (
     RWKV7,
     Attention,
     ChannelMix,
+    DeltaRule,
     GatedSlots,
     LatentAttention,
-    Offline,
-    Online,
+    LinearAttention,
     RidgeRegression,
     Trapezoidal,
 )
@@ -83,9 +83,9 @@ def step_flops(model: DecoderLM | ModelConfig, length: int) -> StepFlops:
             forward = 2 * seen * (shape.key_size + shape.value_size)
         elif isinstance(mixer, RWKV7):
             forward = 8 * pairs
-        elif isinstance(mixer.config.solve, Online):
+        elif isinstance(mixer.config.solve, DeltaRule):
             forward = 6 * pairs
-        elif isinstance(mixer.config.solve, Offline):
+        elif isinstance(mixer.config.solve, LinearAttention):
             forward = 4 * pairs
         elif isinstance(mixer.config.solve, GatedSlots):
             forward = 4 * mixer.config.solve.num_slots * (shape.key_size + shape.value_size)

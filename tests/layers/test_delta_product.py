@@ -8,7 +8,7 @@ from flax import nnx
 
 from rnnlib.layers import mixer_preset
 from rnnlib.layers.delta_product import in_turn
-from rnnlib.layers.solve import Offline
+from rnnlib.layers.solve import LinearAttention
 
 WIDTH, HEADS, LENGTH = 16, 2, 11
 
@@ -87,7 +87,7 @@ def test_one_step_is_gated_deltanet():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"solve": Offline()}, "solve is Offline, with steps=2 expected Online"),
+        ({"solve": LinearAttention()}, "solve is LinearAttention, with steps=2 expected DeltaRule"),
         ({"shared_heads": 1}, "shared_heads is 1, with steps=2 expected None"),
     ],
 )

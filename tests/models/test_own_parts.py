@@ -151,7 +151,7 @@ class OwnSolve(SolveConfig):
     said: bool | None = None
 
     def build(self, shape, options, *, rngs):
-        return layers.Online().build(shape, options, rngs=rngs)
+        return layers.DeltaRule().build(shape, options, rngs=rngs)
 
     def describe(self):
         return "own"
@@ -166,7 +166,7 @@ def test_analysis_takes_a_transition_only_as_the_solve_axis_says():
             write_eigenvalues(recurrence_inputs)
             for recurrence_inputs in iterate_layers(model_of({"solve": solve}), TOKENS)
         ]
-        for solve in (layers.Online(), OwnSolve(True))
+        for solve in (layers.DeltaRule(), OwnSolve(True))
     )
     np.testing.assert_array_equal(found, expected)
     with pytest.raises(ValueError, match=r"layer 0: OwnSolve.erases gives None, expected True for the delta rule"):

@@ -9,7 +9,7 @@ from rnnlib.hub.fla.rows import STREAMS
 from rnnlib.hub.weight_mapping import Row, linear, row
 from rnnlib.layers.feature_maps import DPFPMap, FeatureMapConfig, HedgehogMap, ProductMap, ReluMap
 from rnnlib.layers.mixer import RecurrentMixerConfig
-from rnnlib.layers.solve import Offline
+from rnnlib.layers.solve import LinearAttention
 
 _FEATURE_MAPS = {
     "elementwise_product": ProductMap(),
@@ -69,7 +69,7 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
         "tie_feature_map_qk": learned and mixer.tie_feature_maps,
         "norm_q": mixer.query_norm == "sum",
         "norm_k": mixer.key_norm == "sum",
-        "norm_feature_map": isinstance(mixer.solve, Offline) and mixer.solve.normalize,
+        "norm_feature_map": isinstance(mixer.solve, LinearAttention) and mixer.solve.normalize,
         "elementwise_affine": mixer.output_projection.norm_scale,
     }
 
