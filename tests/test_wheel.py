@@ -114,7 +114,13 @@ def test_published_models_need_the_hub_extra_alone():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     packages = ["safetensors", "tokenizers", "jinja2"]
     assert [re.split("[^a-z0-9]", requirement)[0] for requirement in extras["hub"]] == packages
-    program = "import sys, rnnlib; rnnlib.hub.load_pretrained, rnnlib.tokenizers.load_tokenizer; print(*sys.modules)"
+    weights = ROOT / "experiments" / "demonstration" / "model" / "model.safetensors"
+    program = f"""
+import sys, rnnlib
+from rnnlib.safetensors_files import open_safetensors
+rnnlib.hub.load_pretrained, rnnlib.tokenizers.load_tokenizer, open_safetensors({str(weights)!r})
+print(*sys.modules)
+"""
     imported = set(run(sys.executable, "-c", program).split())
     assert {"safetensors", "tokenizers"} <= imported
     assert not imported & {"chex", "grain", "lm_eval", "matplotlib", "pyarrow", "tensorboardX", "tyro"}
