@@ -10,7 +10,7 @@ from experiments.decoding.study import BASELINE, KLA, DecodingStudy
 from experiments.harness.page import made_with, markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.tables import read_table
-from experiments.harness.verdicts import Interval, Verdict, equal
+from experiments.harness.verdicts import Interval, Verdict, between_readings, equal
 
 Record = dict[str, Any]
 MARGIN = 0.02
@@ -74,9 +74,8 @@ def answers(records: list[Record]) -> list[tuple[str, Interval, Verdict]]:
         return []
     told = []
     for says, name in (("KLA reads as fast as Gated DeltaNet", "reading_seconds"), ("and writes", "token_seconds")):
-        ours, theirs = (np.asarray(record[name]) for record in found if record is not None)
-        low, high = (np.quantile(ours, q) / np.quantile(theirs, 1 - q) - 1 for q in (0.05, 0.95))
-        interval = Interval(float(np.median(ours) / np.median(theirs) - 1), float(low), float(high))
+        ours, theirs = (list(np.quantile(record[name], (0.05, 0.5, 0.95))) for record in found if record is not None)
+        interval = between_readings(ours, theirs)
         told.append((says, interval, equal(MARGIN).judge(interval)))
     return told
 

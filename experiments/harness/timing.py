@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from experiments.harness.records import Record
-from experiments.harness.wall import wall_milliseconds
+from experiments.harness.wall import wall_record
 
 
 def kernel_milliseconds(call: Callable[[], Any], calls: int = 5) -> dict[str, float] | None:
@@ -41,11 +41,11 @@ def peak_mib(compiled: Any) -> float:
 
 def timed_record(call: Callable[[], Any], repeats: int, *, with_kernels: bool) -> Record:
     """Wall time, device time and the kernels' shares of it."""
-    wall = wall_milliseconds(call, jax.block_until_ready, repeats, seconds=1.0)
+    wall = wall_record(call, jax.block_until_ready, repeats, seconds=1.0)
     kernels = kernel_milliseconds(call) if with_kernels else None
     ordered = dict(sorted((kernels or {}).items(), key=lambda item: -item[1]))
     return {
-        "wall_ms": round(wall, 4),
+        **wall,
         "device_ms": round(sum(kernels.values()), 4) if kernels else None,
         "kernels": {name: round(ms, 4) for name, ms in ordered.items()},
     }

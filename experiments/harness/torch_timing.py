@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from experiments.harness.records import Record, by_short_name
-from experiments.harness.wall import wall_milliseconds
+from experiments.harness.wall import wall_record
 
 
 def kernel_milliseconds(call: Callable[[], Any], calls: int = 5) -> dict[str, float]:
@@ -26,11 +26,11 @@ def kernel_milliseconds(call: Callable[[], Any], calls: int = 5) -> dict[str, fl
 
 def timed_record(call: Callable[[], Any], repeats: int, left_out: tuple[str, ...] = ()) -> Record:
     """Wall time, device time and the kernels' shares of it, without kernels with `left_out` in their names."""
-    wall = wall_milliseconds(call, lambda _: torch.cuda.synchronize(), repeats)
+    wall = wall_record(call, lambda _: torch.cuda.synchronize(), repeats)
     kernels = kernel_milliseconds(call)
     counted = [ms for name, ms in kernels.items() if not any(part in name for part in left_out)]
     return {
-        "wall_ms": None if left_out else round(wall, 4),
+        **({"wall_ms": None} if left_out else wall),
         "device_ms": round(sum(counted), 4),
         "kernels": by_short_name(kernels),
     }

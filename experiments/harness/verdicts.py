@@ -104,6 +104,17 @@ def between_seeds(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     return Interval(difference, float(ends.low) / scale, float(ends.high) / scale)
 
 
+def between_readings(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """Difference of two medians, in parts of the second, from quantiles of readings.
+
+    Args:
+        ours: the 5, 50 and 95 % quantiles.
+        theirs: likewise.
+    """
+    ends = (ours[0] / theirs[2] - 1, ours[2] / theirs[0] - 1)
+    return Interval(float(ours[1] / theirs[1] - 1), *map(float, ends))
+
+
 def of_one_run(ours: float, theirs: float, allowance: float) -> Interval:
     """Difference of two single runs, in parts of the second, with an allowance for seeds that nobody measured there."""
     difference = ours / theirs - 1

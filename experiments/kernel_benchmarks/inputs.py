@@ -11,8 +11,11 @@ import numpy as np
 
 Shape = tuple[int, int, int, int, int]  # B, T, H, K, V
 
-FLOAT32_ARRAYS = ("head_decay", "channel_decay", "gram_decay", "d_state")
+FLOAT32_ARRAYS = ("head_decay", "channel_decay", "bounded_decay", "gram_decay", "d_state")
 """Arrays that stay in float32; all others are rounded to the dtype that is measured."""
+
+LEAST_LOG_DECAY = -0.61
+"""Bound of `bounded_decay`, RWKV-7's: the low-rank rule's own kernels need one."""
 
 CASES = ("random", "repeated keys", "hard resets", "extreme gates", "packed")
 
@@ -55,18 +58,26 @@ def draw(name: str, shape: Shape, case: str = "random", seed: int = 0) -> np.nda
     if name == "q":
         return _unit(_normal(name, (*per_head, key_size), seed))
     repeats = case == "repeated keys"
-    if name in ("k", "write_key"):
-        keys = _unit(_normal("k", (batch, 1 if repeats else length, heads, key_size), seed))
+    if name == "b":
+        # Along `a` with a gain in (0, 1): the transition D - b a^T is symmetric and its eigenvalues are in (-1, 1].
+        return draw("a", shape, case, seed) * draw("beta", shape, case, seed)[..., None]
+    if name in ("k", "a", "write_key"):
+        keys = _unit(_normal("a" if name == "a" else "k", (batch, 1 if repeats else length, heads, key_size), seed))
         keys = np.broadcast_to(keys, (*per_head, key_size))
         # A diagonal preconditioner's write key: the read key with each channel scaled by up to 1.5 either way.
-        return keys if name == "k" else keys * np.float32(1.5) ** np.tanh(_normal(name, keys.shape, seed))
-    tail = {"erase": (key_size,), "channel_decay": (key_size,), "write": (value_size,)}.get(name, ())
+        return keys if name != "write_key" else keys * np.float32(1.5) ** np.tanh(_normal(name, keys.shape, seed))
+    tail = {"erase": (key_size,), "write": (value_size,)}.get(name, ())
+    if name in ("channel_decay", "bounded_decay"):
+        tail = (key_size,)
     noise = _normal(name, (*per_head, *tail), seed)
     if not name.endswith("decay"):
         return np.ones_like(noise) if repeats else _sigmoid(noise)
     if repeats:
         return np.zeros_like(noise)
     log_decay = _log_decay(noise)
+    if name == "bounded_decay":  # what resets and extreme gates are for the others is the bound here
+        hard = {"hard resets": noise > 2, "extreme gates": noise > 0}.get(case, np.zeros_like(noise, bool))
+        return np.where(hard, np.float32(LEAST_LOG_DECAY), np.maximum(log_decay, np.float32(LEAST_LOG_DECAY)))
     if case == "hard resets":
         return np.where(noise > 2, np.float32(-1000), log_decay)
     if case == "extreme gates":

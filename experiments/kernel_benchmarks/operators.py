@@ -1,5 +1,6 @@
 """The operators that are measured. A new operator is one more entry here, and its peers' calls in `peers.py`."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from experiments.kernel_benchmarks.inputs import LEAST_LOG_DECAY
 from rnnlib import ops
 
 Arrays = Mapping[str, Array]
@@ -21,8 +23,11 @@ ARGUMENTS = {
     "erase": "erase",
     "write": "write",
     "write_key": "write_key",
+    "a": "a",
+    "b": "b",
     "head_decay": "log_decay",
     "channel_decay": "log_decay",
+    "bounded_decay": "log_decay",
     "gram_decay": "gram_decay",
     "gram_gain": "gram_gain",
 }
@@ -116,6 +121,13 @@ OPERATORS = {
         ops.gated_delta_rule,
         baseline="gated_deltanet",
         allowance=1.3,
+    ),
+    "dplr": Operator(
+        "DPLR",
+        ("q", "k", "v", "a", "b", "bounded_decay"),
+        functools.partial(ops.dplr, least_log_decay=LEAST_LOG_DECAY),
+        baseline="kda",
+        allowance=3.0,
     ),
     "gated_deltanet2": Operator(
         "Gated DeltaNet-2",

@@ -109,7 +109,7 @@ def test_plan_measures_every_operator_and_shape_once():
         for sizes in config.shapes:
             shape = (*sizes, 128, 128)
             assert Measurement("error", operator, "triton", shape) in measurements
-            for name in ("triton", "fla"):
+            for name in ("triton", *(["fla"] if operator in PEERS["fla"].operators else [])):
                 assert Measurement("time", operator, name, shape) in measurements
 
 
@@ -159,12 +159,16 @@ def test_cases_are_what_they_are_called():
     assert set(np.unique(draw("channel_decay", long, "extreme gates"))) == {-20, 0}
     for name in ("head_decay", "channel_decay"):
         assert all(np.all(draw(name, SHAPE, case) <= 0) for case in CASES)
+    for case in CASES:
+        bounded, a, b = (draw(name, long, case) for name in ("bounded_decay", "a", "b"))
+        transition = np.exp(bounded)[0, :50, 0, :, None] * np.eye(16) - b[0, :50, 0, :, None] * a[0, :50, 0, None]
+        assert bounded.min() >= np.float32(-0.61) and np.linalg.norm(transition, 2, axis=(1, 2)).max() <= 1 + 1e-6
     ids = segment_ids(long)[0]
     starts = np.flatnonzero(np.diff(ids)) + 1
     assert np.array_equal(starts, draw_segments(long)[1:-1])
 
 
-@pytest.mark.parametrize(("name", "is_packed"), [("kda", False), ("pgdn", False), ("pkda", True)])
+@pytest.mark.parametrize(("name", "is_packed"), [("kda", False), ("pgdn", False), ("pkda", True), ("dplr", False)])
 def test_reference_is_the_scan_at_rows_compared(name, is_packed):
     operator, shape = OPERATORS[name], (2, 8, 3, 16, 16)
     ids = jnp.asarray([[0, 0, 1, 1, 2, 2, 2, 2]] * 4) if is_packed else None
