@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from experiments.harness.records import Record
 from experiments.harness.study import Setting
 from experiments.harness.tables import EXPERIMENTS, table_path
-from experiments.harness.verdicts import Interval, between_counts, between_seeds, of_one_run
+from experiments.harness.verdicts import Interval, between_counts, between_readings, between_seeds, of_one_run
 from experiments.language_modelling.command import load_study
 from experiments.language_modelling.report import chosen
 from experiments.long_context.report import finished, rise_of_perplexity
+from experiments.ridge_benchmark.config import PEER_LAYER
 from experiments.sweep.command import whole_study
 from experiments.sweep.outcomes import Outcome, choose, count_solved
 from experiments.sweep.results import read_runs
@@ -205,3 +207,35 @@ def number(path: str, read: Callable[[Any], float], spread: float = 0.0) -> Meas
         return Interval(value, value - spread, value + spread)
 
     return measure
+
+
+def of_times(file: str, ours: Record, theirs: Record) -> Measure:
+    """Wall time of one record of a run over another's, from the medians and quantiles of their calls.
+
+    Args:
+        file: the results, under `experiments`.
+        ours: fields that choose one record.
+        theirs: likewise.
+    """
+
+    def measure() -> Interval | None:
+        path = EXPERIMENTS / file
+        records = json.loads(path.read_text())["records"] if path.exists() else []
+        readings = []
+        for wanted in (ours, theirs):
+            found = [r for r in records if all(r.get(key) == value for key, value in wanted.items())]
+            if not found:
+                return None
+            (record,) = found
+            low, high = record["wall_ms_quantiles"]
+            readings.append((low, record["wall_ms"], high))
+        return between_readings(*readings)
+
+    return measure
+
+
+def layer_beside_peer(run: str) -> Measure:
+    """Our Gated KalmaNet's layer over flash-linear-attention's Gated DeltaNet layer, in one of the passes."""
+    what = {"kind": "layer", "pass": run}
+    theirs = what | {"layer": PEER_LAYER, "implementation": "fla"}
+    return of_times("ridge_benchmark/results/layers.json", what | {"layer": "Gated KalmaNet"}, theirs)

@@ -8,11 +8,30 @@ from experiments.beside_fla.report import band, compare, runs_of, told_outside, 
 from experiments.beside_fla.study import MIXERS as CURVE_MIXERS
 from experiments.beside_fla.study import OURS, SETTINGS, THEIRS
 from experiments.beside_fla.study import study as curve_study
-from experiments.claims.evidence import LOSS, SHARE, Measure, between, solved, solved_at_all_rates, solved_so_far
+from experiments.claims.evidence import (
+    LOSS,
+    SHARE,
+    Measure,
+    between,
+    layer_beside_peer,
+    of_times,
+    solved,
+    solved_at_all_rates,
+    solved_so_far,
+)
 from experiments.decoding import report as decoding
 from experiments.float8 import report as float8
 from experiments.harness.tables import EXPERIMENTS, Row, read_table, table_path
-from experiments.harness.verdicts import Interval, Region, Verdict, above, below, combined, equal
+from experiments.harness.verdicts import (
+    Interval,
+    Region,
+    Verdict,
+    above,
+    below,
+    combined,
+    equal,
+)
+from experiments.kernel_benchmarks.view import PASSES
 from experiments.kla_pretraining.report import ADDITIVE, ERASING
 from experiments.language_modelling.command import load_study
 from experiments.language_modelling.needles import comparisons
@@ -294,6 +313,23 @@ def _long_prompts(length: str) -> Callable[[], Answer]:
     return answer
 
 
+def _low_rank() -> Callable[[], Answer]:
+    """DPLR over KDA, both passes, heads of 64 and of 128 channels."""
+    parts = []
+    for size in (64, 128):
+        for run, passes in PASSES.items():
+            what = {"kind": "time", "implementation": "ours", "pass": run, "shape": [8, 4096, 16, size, size]}
+            of = [what | {"operator": name, "beside": None} for name in ("dplr", "kda")]
+            measure = of_times(f"kernel_benchmarks/results/dplr_{size}.json", *of)
+            parts.append((f"{size} channels, {passes}", measure, Region(0.5, 2.0)))
+    return judged(parts)
+
+
+def _kalmanet_layer() -> Callable[[], Answer]:
+    """Our Gated KalmaNet's layer over flash-linear-attention's Gated DeltaNet's, both passes."""
+    return judged((passes, layer_beside_peer(run), equal(0.1)) for run, passes in PASSES.items())
+
+
 def _needles() -> Answer:
     plan = load_study("kla_pretraining", "real")
     runs = chosen(plan, table_path("kla_pretraining", "real"))
@@ -356,6 +392,12 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     *(
         Hypothesis("decoding", f"KLA is as fast as Gated DeltaNet after {length}", _long_prompts(name))
         for name, length in (("32k", "32,768 tokens"), ("131k", "131,072 tokens"))
+    ),
+    Hypothesis("kernel_benchmarks", "DPLR takes 1.5 to 3 times as long as KDA", _low_rank()),
+    Hypothesis(
+        "ridge_benchmark",
+        "Gated KalmaNet's layer takes within 10 % of flash-linear-attention's Gated DeltaNet layer",
+        _kalmanet_layer(),
     ),
     Hypothesis("scaling", "Recurrences are below the Transformer at every size", _scaling("is below")),
     Hypothesis("scaling", "KDA and Gated DeltaNet are equal at every size", _scaling("equals")),

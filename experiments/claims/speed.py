@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.claims.claim import Claim, Part
-from experiments.claims.evidence import TIME, Measure, number, steps
+from experiments.claims.evidence import TIME, Measure, layer_beside_peer, number, steps
 from experiments.harness.verdicts import Region, above, equal
 
 RIDGE = "ridge_benchmark/results/h200.json"
@@ -128,7 +128,7 @@ CLAIMS = (
             ),
             Part(
                 "it takes no longer than Gated DeltaNet's layer of flash-linear-attention, the paper's baseline",
-                lambda: None,
+                layer_beside_peer("forward_backward"),
                 Region(-1.0, 0.1),
             ),
         ),

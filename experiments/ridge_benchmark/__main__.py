@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path.with_suffix(".md").write_text(markdown(results))
     write_figure(results, path.with_suffix(".png"))
     print("wrote", *(str(path.with_suffix(suffix)) for suffix in (".json", ".md", ".png")))
-    return 0 if any(record["kind"] in ("time", "error") for record in results["records"]) else 1
+    return 0 if any(record["kind"] in ("time", "layer", "error") for record in results["records"]) else 1
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 import dataclasses
 import pathlib
 from dataclasses import dataclass
+from typing import Literal
 
 Sizes = tuple[int, int, int]
 METHODS = ("chebyshev", "conjugate_gradient")
 PRECISIONS = ("bfloat16", "tf32", "split")
+PEER_LAYER = "Gated DeltaNet, flash-linear-attention"
+"""Of the records of the peer's layer."""
 RIDGES = {"chebyshev": 0.02, "conjugate_gradient": 0.25}
 """Relative to the Gram matrix's norm, as Gated KalmaNet has it, and absolute, the least that MesaNet allows."""
 
@@ -24,6 +27,8 @@ class RidgeBenchmarkConfig:
     commit: str | None = None
     """The source's commit, where the folder it runs from is no checkout."""
 
+    only: tuple[Literal["solves", "layers", "errors"], ...] = ("solves", "layers", "errors")
+    """Parts to measure."""
     shapes: tuple[Sizes, ...] = ((1, 8192, 8), (4, 4096, 8))
     """(B, T, H) of the solves."""
     head_size: int = 128
@@ -47,7 +52,7 @@ class RidgeBenchmarkConfig:
     """Of the layers."""
 
     peer: bool = True
-    """Time flash-linear-attention's MesaNet beside ours, where it is installed."""
+    """Time flash-linear-attention's MesaNet and its Gated DeltaNet layer beside ours, where it is installed."""
     repeats: int = 15
     """Timed calls of each; medians are reported."""
     time_limit: float = 900.0

@@ -304,7 +304,7 @@ class PeerProcesses:
         if self._timing is not None:
             _, failure = self._timing.finish("measure\n", max(20.0, deadline - time.time()))
         records = read_records(self._folder / "peer.jsonl")
-        if not any(record["kind"] == "time" for record in records):
+        if not any(record["kind"] in ("time", "layer") for record in records):
             records.append({"kind": "failure", "of": "peer", "reason": failure[-1500:]})
         return records
 
@@ -322,7 +322,8 @@ def measure(config: RidgeBenchmarkConfig, write: Callable[[Record], None]) -> No
     with tempfile.TemporaryDirectory() as temporary:
         peer = PeerProcesses(config, pathlib.Path(temporary)) if config.peer and peer_installed() else None
         try:
-            jobs = [*solve_jobs(config), *layer_jobs(config)]
+            parts = {"solves": solve_jobs, "layers": layer_jobs}
+            jobs = [job for name, part in parts.items() if name in config.only for job in part(config)]
             ready = dict(compile_all(dict(enumerate(job for _, job in jobs))))
             if peer is not None:
                 peer.prepare(time.time() + config.time_limit / 3)
@@ -332,7 +333,7 @@ def measure(config: RidgeBenchmarkConfig, write: Callable[[Record], None]) -> No
             if peer is not None:
                 for record in peer.time(deadline):
                     write(record)
-            for part in (solve_errors, gradient_errors):
+            for part in (solve_errors, gradient_errors) if "errors" in config.only else ():
                 try:
                     for record in part(config) if time.time() < deadline else ():
                         write(record)

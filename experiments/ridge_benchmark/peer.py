@@ -1,9 +1,11 @@
-"""A process that measures flash-linear-attention's MesaNet, in one of two ways.
+"""A process that measures flash-linear-attention's MesaNet and its Gated DeltaNet layer, in one of two ways.
 
 `FOLDER compile N OF` compiles every OF-th of each kernel's candidates, from the N-th; several run side by side.
 `FOLDER time` lets the library choose, then waits for a line on its standard input and times.
 """
 
+import contextlib
+import functools
 import json
 import pathlib
 import sys
@@ -11,25 +13,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
-from fla.ops.mesa_net import chunk_mesa_net
+import torch.nn.functional
 
 from experiments.harness.records import RecordWriter, describe, installed_versions
 from experiments.harness.torch_timing import short_trials, timed_record
+from experiments.ridge_benchmark.config import PEER_LAYER
+
+Passes = dict[str, Callable[[], Any]]
 
 
-def passes(shape: tuple[int, ...], iterations: int) -> dict[str, Callable[[], Any]]:
-    """Forward, and forward + backward."""
+def passes(shape: tuple[int, ...], iterations: int) -> Passes:
+    """Forward, and forward + backward, of MesaNet's operator."""
+    from fla.ops.mesa_net import chunk_mesa_net
+
     torch.manual_seed(0)
 
     def normal(*sizes: int) -> Any:
         return torch.randn(sizes, device="cuda")
 
     x = {
-        "q": functional.normalize(normal(*shape), dim=-1).bfloat16(),
-        "k": functional.normalize(normal(*shape), dim=-1).bfloat16(),
+        "q": torch.nn.functional.normalize(normal(*shape), dim=-1).bfloat16(),
+        "k": torch.nn.functional.normalize(normal(*shape), dim=-1).bfloat16(),
         "v": normal(*shape).bfloat16(),
-        "g": functional.logsigmoid(normal(*shape[:3]) + 3.0),
+        "g": torch.nn.functional.logsigmoid(normal(*shape[:3]) + 3.0),
         "beta": torch.sigmoid(normal(*shape[:3])).bfloat16(),
         "lamb": torch.ones(shape[2], shape[3], device="cuda"),
     }
@@ -47,11 +53,65 @@ def passes(shape: tuple[int, ...], iterations: int) -> dict[str, Callable[[], An
     return {"forward": forward, "forward_backward": forward_backward}
 
 
+def layer_passes(layer: Any, x: Any) -> Passes:
+    """Forward, and forward + backward with respect to the parameters and the input, in bfloat16 as ours.
+
+    Args:
+        layer: gives its output first; its parameters are in float32.
+        x: its input, `[B, T, D]`.
+    """
+    inputs = [x.requires_grad_(), *layer.parameters()]
+    d_out = torch.randn_like(x)
+
+    def run() -> Any:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return layer(x)[0]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return run()
+
+    def forward_backward() -> Any:
+        out = run()
+        return torch.autograd.grad(out, inputs, d_out.to(out.dtype))
+
+    return {"forward": forward, "forward_backward": forward_backward}
+
+
+def gated_deltanet(config: dict[str, Any]) -> Passes:
+    """Of flash-linear-attention's layer, with the sizes and the output gate of our preset."""
+    from fla.layers import GatedDeltaNet
+
+    torch.manual_seed(0)
+    width, heads = config["width"], config["layer_heads"]
+    layer = GatedDeltaNet(hidden_size=width, expand_v=1.0, head_dim=width // heads, num_heads=heads, use_gate=True)
+    x = torch.randn(*config["layer_shape"], width, device="cuda", dtype=torch.bfloat16)
+    return layer_passes(layer.cuda(), x)
+
+
+def planned(config: dict[str, Any]) -> list[tuple[dict[str, Any], Callable[[], Passes]]]:
+    """What is measured: a record's beginning, and what makes its passes."""
+    found: list[tuple[dict[str, Any], Callable[[], Passes]]] = []
+    for sizes in config["shapes"] if "solves" in config["only"] else ():
+        shape = (*sizes, config["head_size"])
+        what = {"kind": "time", "operator": "mesanet", "precision": "bfloat16", "shape": shape}
+        found.append((what, functools.partial(passes, shape, config["iterations"])))
+    if "layers" in config["only"]:
+        what = {"kind": "layer", "layer": PEER_LAYER, "shape": (*config["layer_shape"], config["width"])}
+        found.append((what, functools.partial(gated_deltanet, config)))
+    return found
+
+
 def compile_share(config: dict[str, Any], share: int, shares: int) -> None:
     """Compiles some of the candidates by running each once; the choice among them is left to the timing process."""
     short_trials(once=True)
+    chosen = {what["kind"]: make for what, make in reversed(planned(config))}  # of MesaNet the first shape
+    calls = []
+    for make in chosen.values():
+        with contextlib.suppress(ImportError):  # fla-core alone has no layers, which the timing process tells
+            calls += list(make().values())
     for name, module in list(sys.modules.items()):
-        if not name.startswith("fla.ops"):
+        if not name.startswith(("fla.ops", "fla.modules")):
             continue
         for kernel in list(vars(module).values()):
             while kernel is not None and not isinstance(getattr(kernel, "configs", None), list):
@@ -59,7 +119,7 @@ def compile_share(config: dict[str, Any], share: int, shares: int) -> None:
             if kernel is not None and len(kernel.configs) > 1 and not hasattr(kernel, "shared_out"):
                 kernel.configs = kernel.configs[share::shares] or kernel.configs[:1]
                 kernel.shared_out = True
-    for call in passes((*config["shapes"][0], config["head_size"]), config["iterations"]).values():
+    for call in calls:
         call()
     torch.cuda.synchronize()
 
@@ -74,25 +134,28 @@ def main(folder: pathlib.Path, mode: str, *arguments: str) -> None:
     versions = installed_versions(("torch", "triton", "fla-core"))
     write({"kind": "worker", "worker": "fla", **versions, "device": torch.cuda.get_device_name()})
     short_trials(once=False)
-    shapes = [(*sizes, config["head_size"]) for sizes in config["shapes"]]
-    failed: dict[Any, str] = {}
-    calls: dict[Any, Callable[[], Any]] = {}
-    for shape in shapes:
-        for name, call in passes(shape, config["iterations"]).items():
-            calls[shape, name] = call
+    calls: list[tuple[dict[str, Any], Callable[[], Any] | str]] = []
+    for what, make in planned(config):
+        try:
+            made = make()
+        except Exception as error:
+            calls.append((what, describe(error)))
+            continue
+        for name, call in made.items():
             try:
                 call()
+                calls.append(({**what, "pass": name}, call))
             except Exception as error:
-                failed[shape, name] = describe(error)
+                calls.append(({**what, "pass": name}, describe(error)))
             torch.cuda.synchronize()
     (folder / "prepared").touch()
     sys.stdin.readline()
-    for (shape, name), call in calls.items():
-        what = {"operator": "mesanet", "precision": "bfloat16", "shape": shape, "pass": name, "implementation": "fla"}
-        if (shape, name) in failed:
-            write({**what, "kind": "failure", "of": "time", "reason": failed[shape, name]})
+    for what, measured in calls:
+        record = {**what, "implementation": "fla"}
+        if isinstance(measured, str):
+            write({**record, "kind": "failure", "of": what["kind"], "reason": measured})
         else:
-            write({**what, "kind": "time", **timed_record(call, config["repeats"])})
+            write({**record, **timed_record(measured, config["repeats"])})
 
 
 if __name__ == "__main__":

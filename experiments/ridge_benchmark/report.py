@@ -117,7 +117,7 @@ def markdown(results: dict[str, Any]) -> str:
             cells = [_milliseconds(passes.get(name, {}).get("wall_ms")) for name in PASSES]
             device = _milliseconds(None if both is None else both["device_ms"])
             rows.append((layer, *cells, device, ratio))
-        shape = next(iter(layers.values()))["forward"]["shape"] if layers else ()
+        shape = next(record["shape"] for record in _kind(results, "layer"))
         lines += [
             f"## Layers, ms (input [{_sizes(list(shape))}], {results['config']['layer_heads']} heads; wall)",
             "",
@@ -201,6 +201,7 @@ def _errors_panel(axes: Axes, results: dict[str, Any]) -> None:
 
 def _layers_panel(axes: Axes, results: dict[str, Any]) -> None:
     layers = [r for r in _kind(results, "layer") if r["pass"] == "forward_backward" and r["kernels"]]
+    layers = [r for r in layers if r.get("implementation") != "fla"]  # its kernels have other names
     left = np.zeros(len(layers))
     taken = [set[str]() for _ in layers]
     for title, prefixes, color in KERNEL_GROUPS:

@@ -1,11 +1,13 @@
 """Verdicts on the pages, and the index, are what the tables give today."""
 
 import dataclasses
+import json
 import math
 import re
 
 import pytest
 
+from experiments.claims import evidence
 from experiments.claims.claim import Claim, Part
 from experiments.claims.evidence import accuracy, bits, solved, solves, steps
 from experiments.claims.pages import (
@@ -138,3 +140,25 @@ def test_regions_in_words():
     for region, words in ends:
         assert f"| {words} |" in verdict_text(claim(part(0.0, 0.0, region)))
     assert math.isinf(above(0.0).high)
+
+
+def test_times_are_compared_by_the_quantiles_of_their_calls(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "EXPERIMENTS", tmp_path)
+    (tmp_path / "kernel_benchmarks" / "results").mkdir(parents=True)
+    what = {"kind": "time", "implementation": "ours"}
+    records = [
+        what
+        | {"operator": name, "pass": run, "shape": [8, 4096, 16, size, size], "wall_ms": ms}
+        | {"wall_ms_quantiles": [0.9 * ms, 1.1 * ms]}
+        for size in (64, 128)
+        for run in ("forward", "forward_backward")
+        for name, ms in (("kda", 2.0), ("dplr", 4.0))
+    ]
+    beside = records[0] | {"beside": "dplr", "wall_ms": 9.0}
+    (hypothesis,) = (one for one in HYPOTHESES if one.says.startswith("DPLR"))
+    assert hypothesis.answer() == ("not run", Verdict.UNDECIDED)
+    for size in (64, 128):
+        path = tmp_path / "kernel_benchmarks" / "results" / f"dplr_{size}.json"
+        path.write_text(json.dumps({"records": [beside, *records]}))
+    told, verdict = hypothesis.answer()
+    assert verdict is Verdict.AGREES and "128 channels, forward: +100.0 % (+63.6 to +144.4)" in told

@@ -90,6 +90,32 @@ def test_gradient_errors_are_small_where_the_kernels_are_right(monkeypatch):
     assert max(single["errors"].values()) < 1e-4 < max(half["errors"].values()) < 5e-2
 
 
+def test_layers_alone_are_timed(tmp_path):
+    sizes = "--layer-shape 1 16 --width 32 --layer-heads 2 --sketch-sizes 8"
+    assert (
+        command.main(
+            ["--only", "layers", "--output", str(tmp_path), "--name", "run", "--repeats", "2", "--no-peer", *sizes]
+        )
+        == 0
+    )
+    records = json.loads((tmp_path / "run.json").read_text())["records"]
+    assert [r["kind"] for r in records] == ["worker", *["layer"] * 2 * len(measure.LAYERS)]
+    assert all(r["wall_ms_quantiles"][0] <= r["wall_ms"] <= r["wall_ms_quantiles"][1] for r in records[1:])
+    assert "| Gated KalmaNet |" in (tmp_path / "run.md").read_text()
+
+
+def test_what_is_timed_of_a_peers_layer():
+    torch = pytest.importorskip("torch")
+    from experiments.ridge_benchmark.peer import layer_passes
+
+    layer = torch.nn.Linear(4, 4)
+    # Its first result is its output, [1, 3, 4].
+    passes = layer_passes(torch.nn.Sequential(layer, torch.nn.Unflatten(0, (1, 1))), torch.ones(1, 3, 4))
+    assert passes["forward"]().dtype == torch.bfloat16 and not passes["forward"]().requires_grad
+    gradients = passes["forward_backward"]()
+    assert [g.shape for g in gradients] == [(1, 3, 4), (4, 4), (4,)]
+
+
 def test_bad_sizes_are_refused():
     with pytest.raises(ValueError, match="width is 100, expected a multiple of layer_heads = 8"):
         RidgeBenchmarkConfig(width=100)
