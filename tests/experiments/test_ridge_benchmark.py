@@ -92,12 +92,8 @@ def test_gradient_errors_are_small_where_the_kernels_are_right(monkeypatch):
 
 def test_layers_alone_are_timed(tmp_path):
     sizes = "--layer-shape 1 16 --width 32 --layer-heads 2 --sketch-sizes 8"
-    assert (
-        command.main(
-            ["--only", "layers", "--output", str(tmp_path), "--name", "run", "--repeats", "2", "--no-peer", *sizes]
-        )
-        == 0
-    )
+    arguments = f"--only layers --name run --repeats 2 --no-peer {sizes}".split()
+    assert command.main(["--output", str(tmp_path), *arguments]) == 0
     records = json.loads((tmp_path / "run.json").read_text())["records"]
     assert [r["kind"] for r in records] == ["worker", *["layer"] * 2 * len(measure.LAYERS)]
     assert all(r["wall_ms_quantiles"][0] <= r["wall_ms"] <= r["wall_ms_quantiles"][1] for r in records[1:])
