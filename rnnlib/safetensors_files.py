@@ -40,7 +40,7 @@ def write_safetensors(path: pathlib.Path, arrays: Mapping[str, np.ndarray], meta
         OSError: it cannot be written.
     """
     safetensors = _library()
-    contiguous = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
+    contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     try:
         safetensors.numpy.save_file(contiguous, path, metadata=dict(metadata))
     except safetensors.SafetensorError as error:  # a full disk, among others

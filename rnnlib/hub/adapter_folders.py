@@ -131,7 +131,7 @@ def save_adapter(
         downs = list(down) if down.ndim == 3 else [down] * len(match.theirs)  # of experts, or of all modules
         for name, own, up in zip(match.theirs, downs, match.layout.write(stand_ins, match.part), strict=True):
             module = name.removesuffix(".weight")
-            arrays[f"{FACTOR_PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(own)
+            arrays[f"{FACTOR_PREFIX}{module}.lora_A.weight"] = own
             arrays[f"{FACTOR_PREFIX}{module}.lora_B.weight"] = np.asarray(up)
             ranks[module] = total
         for path in chosen:

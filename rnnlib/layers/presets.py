@@ -109,7 +109,7 @@ _LENGTH_PRESERVING = ConvolutionConfig(initializer=Initializer("fan_in_uniform",
 
 
 # Queries, keys and values as their projections give them.
-_STREAMS_AS_PROJECTED: dict[str, Any] = {
+_BRANCHES_AS_PROJECTED: dict[str, Any] = {
     "convolution": None,
     "feature_map": "identity",
     "value_map": "identity",
@@ -136,7 +136,7 @@ def linear_attention() -> MixerConfig:
         gain=UnitGain(),
         solve=LinearAttention(),
         output_projection=OutputProjectionConfig(gate="none"),
-        **_STREAMS_AS_PROJECTED,
+        **_BRANCHES_AS_PROJECTED,
     )
 
 
@@ -151,7 +151,7 @@ def retnet() -> MixerConfig:
         gain=UnitGain(),
         solve=LinearAttention(),
         output_projection=OutputProjectionConfig(gate="silu"),
-        **_STREAMS_AS_PROJECTED,
+        **_BRANCHES_AS_PROJECTED,
         rotary=Rotary(),
         value_expansion=2.0,
     )
@@ -192,7 +192,7 @@ def gla() -> MixerConfig:
         gain=UnitGain(),
         solve=LinearAttention(),
         output_projection=OutputProjectionConfig(gate="silu"),
-        **_STREAMS_AS_PROJECTED,
+        **_BRANCHES_AS_PROJECTED,
         key_expansion=0.5,
     )
 
@@ -209,7 +209,7 @@ def hgrn2() -> MixerConfig:
         gain=UnitGain(),
         solve=LinearAttention(),
         output_projection=OutputProjectionConfig(gate="none", norm="all", eps=1e-5),
-        **_STREAMS_AS_PROJECTED | {"feature_map": "silu", "key_feature_map": "identity"},
+        **_BRANCHES_AS_PROJECTED | {"feature_map": "silu", "key_feature_map": "identity"},
     )
 
 
@@ -225,7 +225,7 @@ def gsa() -> MixerConfig:
         gain=UnitGain(),
         solve=GatedSlots(),
         output_projection=OutputProjectionConfig(activation="silu", gate="none", norm="all", eps=1e-5),
-        **_STREAMS_AS_PROJECTED | {"feature_map": "silu", "value_map": "silu"},
+        **_BRANCHES_AS_PROJECTED | {"feature_map": "silu", "value_map": "silu"},
     )
 
 

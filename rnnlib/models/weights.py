@@ -82,7 +82,7 @@ def save_weights(model: DecoderLM, path: str | os.PathLike[str]) -> None:
     """
     arrays: dict[str, np.ndarray] = {}
     for name, array in sorted(values_by_column(model, _SAVED).items()):
-        arrays[name] = np.asarray(jax.device_get(array), order="C")
+        arrays[name] = np.asarray(jax.device_get(array))
         dtype = arrays[name].dtype.name
         if dtype not in _DTYPES:
             raise TypeError(f"{name} has dtype {dtype}: expected one of {', '.join(_DTYPES)}")

@@ -85,10 +85,18 @@ def from_before(x: Array, axis: str) -> Array:
     return lax.ppermute(x, axis, [(i, i + 1) for i in range(size - 1)])
 
 
+def of_first(x: Array, axis: str) -> Array:
+    """The first device's `x`, on each device."""
+    return _of_device(x, axis, 0)
+
+
 def of_last(x: Array, axis: str) -> Array:
     """The last device's `x`, on each device."""
-    is_last = lax.axis_index(axis) == lax.axis_size(axis) - 1
-    return lax.psum(jnp.where(is_last, x, jnp.zeros_like(x)), axis)
+    return _of_device(x, axis, lax.axis_size(axis) - 1)
+
+
+def _of_device(x: Array, axis: str, index: int) -> Array:
+    return lax.psum(jnp.where(lax.axis_index(axis) == index, x, jnp.zeros_like(x)), axis)
 
 
 def continues(segment_ids: Array | None, batch: int, axis: str) -> Array:
@@ -134,11 +142,6 @@ def tokens_before(
         before = jnp.where(same.reshape(*same.shape, *(1,) * (x.ndim - 2)), before, 0)
     first = jnp.zeros_like(before) if initial is None else initial.astype(x.dtype)
     return jnp.where(lax.axis_index(axis) == 0, first, before)
-
-
-def of_first(x: Array, axis: str) -> Array:
-    """The first device's `x`, on each device."""
-    return lax.psum(jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x)), axis)
 
 
 def token_after(x: Array, axis: str) -> Array:

@@ -31,7 +31,7 @@ _MIXERS = {
 # The layers of a file without `layer_types`, repeated.
 _PATTERN = ("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention")
 
-_STREAMS = ("mixer.query", "mixer.key", "mixer.value")
+_BRANCHES = ("mixer.query", "mixer.key", "mixer.value")
 _COLUMNS = ("query", "key", "value", "output_gate", "write_gate", "decay")
 _KERNELS = tuple(f"mixer.input_projection.{name}.kernel" for name in _COLUMNS)
 
@@ -42,7 +42,7 @@ _BLOCK = (
 
 _DELTA = (
     row("linear_attn.in_proj.weight", _KERNELS, Joined(TRANSPOSED)),
-    row("linear_attn.conv1d.weight", tuple(f"{stream}.convolution.kernel" for stream in _STREAMS), Joined(FILTER)),
+    row("linear_attn.conv1d.weight", tuple(f"{branch}.convolution.kernel" for branch in _BRANCHES), Joined(FILTER)),
     row("linear_attn.A_log", "mixer.decay.A_log"),
     row("linear_attn.dt_bias", "mixer.decay.dt_bias"),
     row("linear_attn.out_norm.weight", "mixer.output_projection.norm.scale"),

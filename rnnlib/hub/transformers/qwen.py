@@ -36,7 +36,7 @@ _BLOCK = (
     *EXPERTS,
 )
 
-_STREAMS = ("query", "key", "value")
+_BRANCHES = ("query", "key", "value")
 _IN = "mixer.input_projection"
 
 # For each head, the query projection has the rows of its query, then those of its gate.
@@ -57,7 +57,7 @@ _ATTENTION = (
 # The filters of queries, keys and values are one array.
 _DELTA = (
     row(
-        "linear_attn.conv1d.weight", tuple(f"mixer.{stream}.convolution.kernel" for stream in _STREAMS), Joined(FILTER)
+        "linear_attn.conv1d.weight", tuple(f"mixer.{branch}.convolution.kernel" for branch in _BRANCHES), Joined(FILTER)
     ),
     row("linear_attn.A_log", "mixer.decay.A_log"),
     row("linear_attn.dt_bias", "mixer.decay.dt_bias"),
@@ -69,7 +69,7 @@ _DELTA = (
 _APART = (
     row(
         "linear_attn.in_proj_qkv.weight",
-        tuple(f"{_IN}.{stream}.kernel" for stream in _STREAMS),
+        tuple(f"{_IN}.{branch}.kernel" for branch in _BRANCHES),
         Joined(TRANSPOSED),
     ),
     *linear("linear_attn.in_proj_z", "mixer.input_projection.output_gate"),
@@ -82,7 +82,7 @@ _APART = (
 _FUSED = (
     row(
         "linear_attn.in_proj_qkvz.weight",
-        (*(f"{_IN}.{stream}.kernel" for stream in _STREAMS), "mixer.input_projection.output_gate.kernel"),
+        (*(f"{_IN}.{branch}.kernel" for branch in _BRANCHES), "mixer.input_projection.output_gate.kernel"),
         Interleaved(TRANSPOSED, "key_heads"),
     ),
     row(
