@@ -1,6 +1,8 @@
 """Times of PyTorch's calls on a GPU, and what keeps Triton's search for kernels short. Imports torch, and no JAX."""
 
-from collections.abc import Callable
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -56,6 +58,25 @@ def short_trials(*, once: bool) -> None:
     triton.testing.do_bench = do_bench
     if once:
         cache.put = put_code
+
+
+@contextlib.contextmanager
+def compile_only(threads: int) -> Iterator[None]:
+    """Makes Triton compile what is called, side by side, and launch none of it: the GPU is left to what is timed."""
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def only_compile(self: Any, *arguments: Any, warmup: bool = False, **named: Any) -> Any:
+        return run(self, *arguments, warmup=True, **named)
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        JITFunction.run = only_compile
+        try:
+            yield
+        finally:
+            JITFunction.run = run
 
 
 def take_first() -> None:

@@ -63,9 +63,13 @@ def _fla_call(function: Callable[..., Any], *names: str, **fixed: Any) -> Call:
 
 
 def _fla_safe_gate_calls() -> dict[str, Call]:
+    from fla.ops.gdn2 import chunk_gdn2
     from fla.ops.kda import chunk_kda
 
-    return {"kda": _fla_call(chunk_kda, "q", "k", "v", "channel_decay", "beta", safe_gate=True)}
+    return {
+        "kda": _fla_call(chunk_kda, "q", "k", "v", "channel_decay", "beta", safe_gate=True),
+        "gated_deltanet2": _fla_call(chunk_gdn2, "q", "k", "v", "channel_decay", "erase", "write", safe_gate=True),
+    }
 
 
 def _fla_calls() -> dict[str, Call]:
@@ -82,7 +86,8 @@ def _fla_calls() -> dict[str, Call]:
     from fla.ops.simple_gla import chunk_simple_gla
 
     # FLA refuses its gated backward on Hopper with Triton 3.4 to 3.7.0 as numerically wrong, unless TileLang is there
-    # to take that kernel's place. It is measured all the same, and its errors are reported beside its times.
+    # to take that kernel's place. It is measured all the same, and its errors are reported beside its times. With a
+    # later Triton this is what FLA finds itself.
     chunk_o.TRITON_ABOVE_3_7_1 = True
 
     def write_key(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
@@ -250,8 +255,8 @@ PEERS = {
         title="FLA",
         module="fla",
         packages=("fla-core", "triton", "tilelang"),
-        note="its check of Triton's version off, which refuses the gated backward passes on Hopper with 3.4 to 3.7.0; "
-        "TileLang in place of Triton where it is installed",
+        note="with Triton 3.4 to 3.7.0 its check is off, which refuses its gated backward passes on Hopper as "
+        "numerically wrong; TileLang takes their place where it is installed",
         operators=(
             *("linear_attention", "simple_gla", "gla", "deltanet", "gated_deltanet", "kda", "gated_deltanet2"),
             *("write_key", "pdn", "pgdn", "pkda"),
@@ -262,15 +267,15 @@ PEERS = {
         environment=(("FLA_FLASH_QLA", "0"),),  # where FlashQLA is installed, FLA would call it
         not_same=(("write_key", ("_atk_", "_forward_chunk_summary", "_forward_pass_chunks", "_forward_chunk_out")),),
     ),
-    # KDA with decays above -5 a token, as Ling-3.0 and GLM-5.3 have it: the scores of a block are one product. The
+    # With decays above -5 a token, KDA as Ling-3.0 and GLM-5.3 have it: the scores of a block are one product. The
     # inputs that are timed are within the bound; those of the special cases are not, so that errors aren't compared.
     "fla_safe_gate": Peer(
         title="FLA, safe gate",
         module="fla",
         packages=("fla-core", "triton", "tilelang"),
-        operators=("kda",),
+        operators=("kda", "gated_deltanet2"),
         calls=_fla_safe_gate_calls,
-        not_same=(("kda", ()),),
+        not_same=(("kda", ()), ("gated_deltanet2", ())),
         note="`safe_gate=True`, for decays above -5 a token",
     ),
     "flash_qla": Peer(

@@ -243,6 +243,16 @@ def sections(results: dict[str, Any]) -> list[Section]:
     return [section for section in found if section.rows]
 
 
+def _timed_versions(results: dict[str, Any]) -> list[str]:
+    """What each peer was timed with: Triton's version decides which of FLA's kernels are right."""
+    found: dict[str, None] = {}
+    for record in results["records"]:
+        if record["kind"] == "time" and "versions" in record:
+            loaded = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+            found[f"{TITLES[record['implementation']]} was timed with {loaded}."] = None
+    return list(found)
+
+
 def _preamble(results: dict[str, Any]) -> list[str]:
     view = View(results)
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
@@ -252,6 +262,7 @@ def _preamble(results: dict[str, Any]) -> list[str]:
     lines.append("Made by " + ", and added to by ".join(f"`{command}`" for command in commands) + ".")
     lines += results.get("notes", [])
     lines += [f"{peer.title}: {peer.note}." for name, peer in PEERS.items() if peer.note and view.has(name)]
+    lines += _timed_versions(results)
     if copy:
         lines.append(f"This card copies {copy:.0f} GB/s and multiplies bfloat16 matrices at {product:.0f} TFLOP/s.")
     return lines

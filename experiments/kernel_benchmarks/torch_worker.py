@@ -1,8 +1,9 @@
 """A process that measures one peer, in one of three ways.
 
 `FOLDER PEER warm OPERATOR SIZES` only compiles: peers choose among dozens of compiled candidates for each kernel at an
-operator's first run, and such processes compile them side by side beforehand. `FOLDER PEER time` chooses and times,
-alone on the GPU. `FOLDER PEER errors OPERATOR` compares with the float64 references, beside others.
+operator's first run, and such processes compile them side by side beforehand; Triton's are not launched there.
+`FOLDER PEER time` chooses and times, alone on the GPU. `FOLDER PEER errors OPERATOR` compares with the float64
+references, beside others.
 """
 
 import contextlib
@@ -14,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 
 from experiments.harness.records import Record, RecordWriter, installed_versions
-from experiments.harness.torch_timing import short_trials, take_first, timed_record
+from experiments.harness.torch_timing import compile_only, short_trials, take_first, timed_record
 from experiments.kernel_benchmarks.config import Measurement
 from experiments.kernel_benchmarks.inputs import (
     FLOAT32_ARRAYS,
@@ -33,6 +35,8 @@ from experiments.kernel_benchmarks.peers import PEERS, Call
 from experiments.kernel_benchmarks.work import Work, error_record, measure_all, read_work, reference_path
 
 Tensors = dict[str, torch.Tensor]
+THREADS = 3
+"""In which a process compiles a peer's candidates: there is a process for each operator."""
 
 
 def to_device(name: str, array: np.ndarray, dtype: str) -> torch.Tensor:
@@ -80,6 +84,7 @@ class Session:
         self.calls = self.described.calls()
         self.decode = self.described.decode()
         self.not_same = dict(self.described.not_same)
+        self.versions = loaded_versions(peer)
         self.drawn: Drawn = {}
 
     def passes(self, operator: str, shape: Shape) -> dict[str, Callable[[], Any]]:
@@ -108,7 +113,8 @@ class Session:
             call()
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
-            records.append({"kind": "time", "pass": name, **timing, "peak_mib": round(peak / 2**20, 1)})
+            times = {"kind": "time", "pass": name, **timing, "peak_mib": round(peak / 2**20, 1)}
+            records.append({**times, "versions": self.versions})
         return records
 
     def _error_record(self, m: Measurement) -> Record:
@@ -145,9 +151,16 @@ class Session:
 def warm(session: Session, operator: str, shape: Shape) -> None:
     """Compiles what timing an operator needs at a shape."""
     short_trials(once=True)
-    for call in session.passes(operator, shape).values():
-        call()
+    with compile_only(THREADS):
+        for call in session.passes(operator, shape).values():
+            call()
     torch.cuda.synchronize()
+
+
+def loaded_versions(peer: str) -> dict[str, str]:
+    """Versions of PyTorch and of a peer's packages; of Triton the one that is imported, where several are installed."""
+    found = installed_versions(("torch", *PEERS[peer].packages))
+    return {**found, "triton": triton.__version__} if "triton" in found else found
 
 
 def tune(session: Session, measurements: list[Measurement]) -> None:
@@ -174,8 +187,7 @@ def main(folder: pathlib.Path, peer: str, mode: str, *arguments: str) -> None:
         warm(session, operator, (batch, length, heads, key_size, value_size))
     elif mode == "time":
         write = RecordWriter(folder / f"{peer}.jsonl")
-        versions = installed_versions(("torch", *PEERS[peer].packages))
-        write({"kind": "worker", "worker": peer, **versions, "device": torch.cuda.get_device_name()})
+        write({"kind": "worker", "worker": peer, **session.versions, "device": torch.cuda.get_device_name()})
         short_trials(once=False)
         tune(session, [m for m in mine if m.kind == "time"])
         write({"kind": "prepared", "worker": peer})

@@ -28,7 +28,7 @@ from experiments.kernel_benchmarks.inputs import (
 )
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS
-from experiments.kernel_benchmarks.report import sections
+from experiments.kernel_benchmarks.report import markdown, sections
 from experiments.kernel_benchmarks.roofline import floor_milliseconds, operations
 from experiments.kernel_benchmarks.run import Processes, Runner
 from experiments.kernel_benchmarks.view import View
@@ -256,6 +256,7 @@ def test_a_forward_only_peer_has_dashes_for_its_backward(tmp_path):
         for length in config.sweep_lengths:
             for run in runs:
                 times = {"device_ms": ms, "wall_ms": ms, "kernels": {"kernel": ms}, "peak_mib": 1.0}
+                times |= {"versions": {"fla-core": "0.6.0", "triton": "3.7.1"}} if name == "fla" else {}
                 records.append({"kind": "time", **what, "shape": [1, length, *shape[2:]], "pass": run, **times})
         where = {"shape": list(shape), "case": "random", "seed": 0}
         records.append({"kind": "error", **what, **where, "errors": errors, "identical": True})
@@ -280,6 +281,7 @@ def test_a_forward_only_peer_has_dashes_for_its_backward(tmp_path):
     found = {mark.title: mark for mark in marks.evaluate(View(results))}
     assert found["GDN, forward, over FlashInfer's"].met is False
     assert "Not measured" not in tables and len(write_figures(results, tmp_path, "peer")) == 2
+    assert "\n\nFLA was timed with fla-core 0.6.0, triton 3.7.1.\n" in markdown(results)
 
 
 def test_runs_are_joined_with_the_last_time_of_each(tmp_path, capsys):
