@@ -1,11 +1,13 @@
 """Modules that run in processes of their own, so that frameworks do not share a card's memory. Imports no framework."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -37,6 +39,15 @@ class Child:
     def is_running(self) -> bool:
         """Whether it has not ended."""
         return self._process.poll() is None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops it where it is until the context ends."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def finish(self, given: str = "", seconds: float | None = None) -> tuple[list[str], str]:
         """Waits until it ends, for so long at most, and ends it then.

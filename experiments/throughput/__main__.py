@@ -77,6 +77,8 @@ class Options:
     """Time each of these models with matmuls in float8, too."""
     jla_seconds: float | None = None
     """End a process of such a model after this time."""
+    jla_programs: pathlib.Path | None = None
+    """Keep the programs that these models compile in this folder, from which later commands take them."""
     peers_only: bool = False
     """Time no case of ours: others of these commands do, with the same `exclusive`."""
     peer: tuple[peer_fla.Model, ...] = ()
@@ -203,22 +205,26 @@ def time_peers(
     """
     begin, failed = time.monotonic(), 0
     compiling = peer_fla.start_compiling(plan, options.peer, options.peer_processes, options.peer_seconds)
-    with tempfile.TemporaryDirectory() as programs:
+    with tempfile.TemporaryDirectory() as temporary:
         given: dict[str, Any] = {"fp8": options.jla_float8, "seconds": options.jla_seconds}
+        given["programs"] = options.jla_programs
         if options.compile_workers:
-            given["programs"] = pathlib.Path(programs)
+            given["programs"] = options.jla_programs or pathlib.Path(temporary)
             given["compiled"] = peer_jla.start_compiling(plan, options.jla, **given)()
             for model, seconds in given["compiled"].items():
                 print(f"{time.monotonic() - begin:6.1f} s  jla {model}: compiled beforehand: {seconds}", flush=True)
         concurrent.futures.wait(ours)
         for model, reason in compiling().items():
             print(f"FLA {model}: not all compiled beforehand: {reason}", flush=True)
-        of_fla = peer_fla.time_models(
-            plan, options.peer, torch_compile=options.peer_torch_compile, seconds=options.peer_seconds
+        of_fla = _by_turns(
+            peer_fla.time_models(
+                plan, options.peer, torch_compile=options.peer_torch_compile, seconds=options.peer_seconds
+            ),
+            options.exclusive,
         )
-        of_jla = peer_jla.time_models(plan, options.jla, **given)
+        of_jla = peer_jla.time_models(plan, options.jla, **given, exclusive=options.exclusive)
         for table, packages, records in (("peer", peer_fla.PACKAGES, of_fla), ("jla", peer_jla.PACKAGES, of_jla)):
-            for name, record in _by_turns(records, options.exclusive):
+            for name, record in records:
                 failed += "error" in record
                 content = record | {"versions": installed_versions(packages), "environment": where}
                 add_row(options.results.with_name(f"{options.name}_{table}.jsonl"), "throughput", name, content)

@@ -8,6 +8,7 @@ Its package holds no configuration files. Those of its published numbers are not
 what the comments of its presets and options say is fastest on an H100.
 """
 
+import contextlib
 import itertools
 import json
 import pathlib
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from experiments.harness.child import Child, last_line
+from experiments.harness.device import turn
 from experiments.throughput.study import ThroughputStudy
 
 Model = Literal["gated_deltanet", "kda", "mamba2", "transformer"]
@@ -153,8 +155,12 @@ def time_models(
     seconds: float | None = None,
     programs: pathlib.Path | None = None,
     compiled: Mapping[str, float | str] | None = None,
+    exclusive: Sequence[pathlib.Path] = (),
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The name and the record of each model, one after another; of what failed the record says why.
+
+    A model's process compiles whatever else happens, is stopped before its first step, and goes on when nobody else
+    times anything.
 
     Args:
         plan: gives the tokens a step and a row, and in how many parts a step is taken. Where the parts do not fit, they
@@ -164,6 +170,7 @@ def time_models(
         seconds: after which a process is ended.
         programs: folder of compiled programs; None compiles all.
         compiled: what `start_compiling` found: seconds for the records of what comes from `programs`.
+        exclusive: lock files of the device, as those of `turn`.
     """
     for name, model, in_fp8 in _variants(models, fp8):
         before = (compiled or {}).get(name)
@@ -171,14 +178,19 @@ def time_models(
             what = {"model": model, "fp8": in_fp8, "rows_at_once": _rows(plan)}
             yield name, what | {"error": f"not compiled in {seconds:.0f} s"}
             continue
-        record = _time(plan, model, in_fp8, seconds, programs)
+        record = _time(plan, model, in_fp8, seconds, programs, exclusive)
         if isinstance(before, float) and record.get("rows_at_once") == _rows(plan) and "error" not in record:
             record["compile_seconds"] = before
         yield name, record
 
 
 def _time(
-    plan: ThroughputStudy, model: Model, fp8: bool, seconds: float | None, programs: pathlib.Path | None
+    plan: ThroughputStudy,
+    model: Model,
+    fp8: bool,
+    seconds: float | None,
+    programs: pathlib.Path | None,
+    exclusive: Sequence[pathlib.Path],
 ) -> dict[str, Any]:
     rows = _rows(plan)
     while True:
@@ -189,13 +201,35 @@ def _time(
             config.write_text(json.dumps(content))
             settings = {k: v for k, v in (content["model"] | content["train"]).items() if k != "output_dir"}
             what: dict[str, Any] = {"model": model, "fp8": fp8, "rows_at_once": rows, "settings": settings}
-            _, failure = Child("jla.cli", "train", "--config", config).finish("", seconds)
+            failure = _train_in_turn(config, folder / "run" / _COMPILED, seconds, exclusive)
             if not failure:
                 return what | read_run(folder / "run", plan)
         reason = next((line for line in reversed(failure.splitlines()) if "RESOURCE_EXHAUSTED" in line), None)
         if reason is None or rows == 1:
             return what | {"error": reason[:300] if reason else last_line(failure)}
         rows //= 2
+
+
+def _train_in_turn(
+    config: pathlib.Path, compiled: pathlib.Path, seconds: float | None, exclusive: Sequence[pathlib.Path]
+) -> str:
+    """Runs its trainer, whose steps wait for the device, which does not count; gives "" or why it failed."""
+    begin = time.monotonic()
+    child = Child("jla.cli", "train", "--config", config)
+
+    def left() -> float | None:
+        return None if seconds is None else begin + seconds - time.monotonic()
+
+    while child.is_running and not compiled.exists():
+        if (remaining := left()) is not None and remaining < 0:
+            child.finish("", 0)
+            return _LATE
+        time.sleep(0.05)
+    remaining = left()
+    with contextlib.ExitStack() as device:
+        with child.paused():
+            device.enter_context(turn(exclusive))
+        return child.finish("", remaining)[1]
 
 
 def read_run(folder: pathlib.Path, plan: ThroughputStudy) -> dict[str, Any]:

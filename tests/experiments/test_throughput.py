@@ -1,15 +1,18 @@
 """The throughput study: its operations counted by hand, one command end to end, failures recorded."""
 
+import concurrent.futures
 import dataclasses
 import io
 import json
 import os
 import sys
+import time
 import types
 
 import jax
 import pytest
 
+from experiments.harness.device import turn
 from experiments.harness.tables import add_rows, read_table
 from experiments.throughput import __main__ as command
 from experiments.throughput import attention, peer_fla, peer_jla
@@ -255,7 +258,13 @@ lines = [{"event": "train", "metrics": {"step_time": s, "loss": 11.7}} for s in 
 (folder / "metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
 (folder / "run.json").write_text(json.dumps({"parameters": 5}))
 compiled = {"compile_seconds": 3.0, "memory": {"total_size_gib": 2.0}}
+seen = programs.parent / "seen"
+if seen.exists():
+    seen.write_text("compiled")
 (folder / "compile_preflight.json").write_text(json.dumps(compiled))
+if seen.exists():
+    time.sleep(1)
+    seen.write_text("stepped")
 if programs.parent.exists() and not programs.exists():
     programs.touch()
     time.sleep(600)
@@ -282,6 +291,20 @@ if programs.parent.exists() and not programs.exists():
     assert compiled == {"gated_deltanet": 3.0, "kda": "no such layer"}
     timed = dict(peer_jla.time_models(two_rows, ("gated_deltanet",), **programs, compiled={"gated_deltanet": 9.0}))
     assert (timed["gated_deltanet"]["compile_seconds"], timed["gated_deltanet"]["step_seconds"]) == (9.0, [2.0, 1.0])
+    # While another command has the device, a process is stopped where it has compiled.
+    (seen := tmp_path / "programs" / "seen").touch()
+    lock = (tmp_path / "lock",)
+    with concurrent.futures.ThreadPoolExecutor() as pool, turn(lock):
+        waiting = pool.submit(
+            lambda: dict(peer_jla.time_models(two_rows, ("gated_deltanet",), **programs, exclusive=lock))
+        )
+        while seen.read_text() != "compiled":
+            time.sleep(0.1)
+        time.sleep(2)
+        assert seen.read_text() == "compiled"
+    assert waiting.result()["gated_deltanet"]["step_seconds"] == [2.0, 1.0] and seen.read_text() == "stepped"
+    timed = dict(peer_jla.time_models(two_rows, ("gated_deltanet",), programs=tmp_path / "slow", seconds=0.1))
+    assert timed["gated_deltanet"]["error"] == "not compiled in time"
     late = peer_jla.start_compiling(two_rows, ("gated_deltanet",), tmp_path / "slow", seconds=0.1)()
     timed = dict(peer_jla.time_models(two_rows, ("gated_deltanet",), **programs, compiled=late))
     assert timed["gated_deltanet"]["error"] == "not compiled in 60 s"
