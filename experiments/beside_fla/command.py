@@ -4,13 +4,14 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import tyro
 
 from experiments.beside_fla import ours, report
-from experiments.beside_fla.material import prepare
+from experiments.beside_fla.material import Material, prepare
 from experiments.beside_fla.study import ARMS, THEIRS, CurveSetting, CurveStudy, study
-from experiments.harness.child import Child, answer
+from experiments.harness.child import Child, answer, last_line
 from experiments.harness.command import RunOptions, errors_as_lines
 from experiments.harness.device import turn
 from experiments.harness.environment import command_line, environment
@@ -20,6 +21,8 @@ from experiments.harness.tables import add_row, read_table, table_path
 
 NAME = "beside_fla"
 PEER = "experiments.beside_fla.theirs"
+COMPILERS = 8
+"""Processes among which the peer's candidates are shared out for compilation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +67,18 @@ def jobs(name: str, setting: str, outputs: Sequence[pathlib.Path]) -> list[Job]:
     return found
 
 
+def _train_theirs(material: Material) -> dict[str, Any]:
+    """A run of flash-linear-attention, in a process of its own after those that compile."""
+    files = dataclasses.astuple(material)
+    # A search of a process that only compiles would be taken over by the one that trains.
+    variables = {"FLA_CACHE_RESULTS": "0"}
+    children = [Child(PEER, *files, "compile", n, COMPILERS, variables=variables) for n in range(COMPILERS)]
+    for child in children:
+        if failure := child.finish()[1]:
+            print(f"compiling: {last_line(failure)}", flush=True)  # the run compiles what they did not
+    return answer(Child(PEER, *files))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m experiments.beside_fla`; returns the exit code."""
     module = f"experiments.{NAME}"
@@ -80,9 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             material = prepare(plan, mixer, options.work / NAME / options.setting)
             with turn(options.exclusive if options.setting == "real" else ()):  # small models fit side by side
                 try:
-                    files = dataclasses.astuple(material)
-                    is_theirs = arm == THEIRS  # in a process of its own
-                    run = answer(Child(PEER, *files)) if is_theirs else ours.train(material, arm)
+                    run = _train_theirs(material) if arm == THEIRS else ours.train(material, arm)
                 except RuntimeError as error:  # a library that fails must not cost the others their runs
                     print(f"{arm} failed: {error}", flush=True)
                     failed += 1

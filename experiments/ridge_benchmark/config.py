@@ -27,6 +27,9 @@ class RidgeBenchmarkConfig:
     commit: str | None = None
     """The source's commit, where the folder it runs from is no checkout."""
 
+    exclusive: tuple[pathlib.Path, ...] = ()
+    """Lock files, for several commands on one GPU: all compile side by side and time one after another."""
+
     only: tuple[Literal["solves", "layers", "errors"], ...] = ("solves", "layers", "errors")
     """Parts to measure."""
     shapes: tuple[Sizes, ...] = ((1, 8192, 8), (4, 4096, 8))
@@ -67,5 +70,5 @@ class RidgeBenchmarkConfig:
 
     def settings(self) -> dict[str, object]:
         """What of it decides the results."""
-        left_out = ("output", "from_json", "commit", "name")
+        left_out = ("output", "from_json", "commit", "name", "exclusive")
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}

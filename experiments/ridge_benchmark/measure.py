@@ -18,6 +18,7 @@ from flax import nnx
 from jax import Array
 
 from experiments.harness.child import Child
+from experiments.harness.device import turn
 from experiments.harness.records import Record, describe, read_records
 from experiments.harness.timing import peak_mib, timed_record
 from experiments.ridge_benchmark.config import METHODS, PRECISIONS, RIDGES, RidgeBenchmarkConfig
@@ -327,12 +328,13 @@ def measure(config: RidgeBenchmarkConfig, write: Callable[[Record], None]) -> No
             ready = dict(compile_all(dict(enumerate(job for _, job in jobs))))
             if peer is not None:
                 peer.prepare(time.time() + config.time_limit / 3)
-            for n, (what, _) in enumerate(jobs):
-                if time.time() < deadline:
-                    write(timed(config, what, ready[n]))
-            if peer is not None:
-                for record in peer.time(deadline):
-                    write(record)
+            with turn(config.exclusive):
+                for n, (what, _) in enumerate(jobs):
+                    if time.time() < deadline:
+                        write(timed(config, what, ready[n]))
+                if peer is not None:
+                    for record in peer.time(deadline):
+                        write(record)
             for part in (solve_errors, gradient_errors) if "errors" in config.only else ():
                 try:
                     for record in part(config) if time.time() < deadline else ():

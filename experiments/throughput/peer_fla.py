@@ -192,25 +192,11 @@ def time_model(name: str, length: int, tokens: int, *, recomputed: bool, compile
 def compile_kernels(name: str, length: int, tokens: int, share: int, shares: int) -> None:
     """Compiles, for every kernel of a model's step, one share of the parameters that the search will try.
 
-    Kernels are cached on disk by Triton. Two layers have all kernels of a model.
+    Two layers have all kernels of a model.
     """
-    from triton.runtime.autotuner import Autotuner
+    from experiments.harness.torch_timing import compile_share
 
-    never = [float("inf")] * 3
-    bench = Autotuner._bench
-
-    def compile_only(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
-        number = next(i for i, mine in enumerate(self.configs) if str(mine) == str(config))
-        if number % shares != share:
-            return never
-        self.__dict__["do_bench"] = once
-        return bench(self, *args, config=config, **meta)
-
-    def once(call: Callable[[], Any], **_: Any) -> list[float]:
-        call()
-        return [1.0] * 3
-
-    Autotuner._bench = compile_only
+    compile_share(share, shares)
     _, step = _step_of(name, length, tokens, recomputed=False, layers=2)
     step()
 
