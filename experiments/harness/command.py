@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -66,3 +67,13 @@ def interrupts_as_lines() -> Iterator[None]:
         sys.stdout.flush()
         print("interrupted: what is done is kept, the same command goes on", file=sys.stderr, flush=True)
         os._exit(130)  # Python would wait for threads that compile, which nothing can stop
+
+
+@contextlib.contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM, as `timeout` sends it, interrupts as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

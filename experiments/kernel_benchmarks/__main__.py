@@ -6,6 +6,7 @@ and pictures again from committed results.
 
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from experiments.harness.records import results_of, write_results
 from experiments.kernel_benchmarks.config import KERNELS, PEERS, BenchmarkConfig
 from experiments.kernel_benchmarks.figures import write_figures
 from experiments.kernel_benchmarks.report import markdown, show
-from experiments.kernel_benchmarks.run import measure, versions
+from experiments.kernel_benchmarks.run import INTERRUPTED, measure, versions
 
 
 def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +43,9 @@ def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     tried = {point(record) for record in results["records"]}
 
     def stays(record: dict[str, Any]) -> bool:
-        return point(record) not in tried if record["kind"] == "failure" else measurement(record) not in measured
+        if record["kind"] == "failure":
+            return point(record) not in tried and record.get("of") != INTERRUPTED["of"]
+        return measurement(record) not in measured
 
     new = [{"commit": results["commit"], **record} for record in results["records"]]
     records = [*filter(stays, before["records"]), *new]
@@ -82,9 +85,10 @@ def join(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; 1 where nothing could be measured."""
+    """Runs the command line; 1 where nothing could be measured, 130 where it was interrupted and wrote what it had."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     console = Console(width=None if sys.stdout.isatty() else 160)
+    interrupted = False
     try:
         config = tyro.cli(
             BenchmarkConfig, args=arguments, prog="python -m experiments.kernel_benchmarks", description=__doc__
@@ -111,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = config.keep or pathlib.Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)
             records = measure(config, folder, console)
+        interrupted = any(record.get("reason") == INTERRUPTED["reason"] for record in records)
         settings = {
             name: value
             for name, value in dataclasses.asdict(config).items()
@@ -132,6 +137,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     pictures = write_figures(results, config.output, config.name)
     show(results, console)
     console.print("wrote", *(str(p) for p in (path, path.with_suffix(".md"), *pictures)), soft_wrap=True)
+    if interrupted:
+        console.print("interrupted: what was measured is written")
+        sys.stdout.flush()
+        os._exit(130)  # Python would wait for threads that wait for a lock file
     return 0 if any(record["kind"] in ("time", "error") for record in results["records"]) else 1
 
 

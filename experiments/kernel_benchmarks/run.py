@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from experiments.harness.command import sigterm_as_interrupt
 from experiments.harness.device import turn
 from experiments.harness.records import Record, installed_versions, read_records
 from experiments.kernel_benchmarks.config import OURS, PEERS, BenchmarkConfig, plan, share_out
@@ -28,6 +29,7 @@ GRACE = 25.0
 """Seconds after the deadline in which what has begun may end."""
 STOPPING = 5.0
 """Seconds that a process has to end in, once it is told to."""
+INTERRUPTED: Record = {"kind": "failure", "of": "run", "reason": "interrupted: what follows was not measured"}
 
 
 def _environment(peer: str, gpu: str | None) -> dict[str, str]:
@@ -196,7 +198,7 @@ def measure(config: BenchmarkConfig, folder: pathlib.Path, console: Console) -> 
         console: where progress is shown.
 
     Returns:
-        The records of all workers.
+        The records of all workers; with `INTERRUPTED`, those that there are at Ctrl-C or SIGTERM.
     """
     peers = installed_peers(config)
     ours = tuple(name for name in OURS if name in config.implementations)
@@ -218,13 +220,17 @@ def measure(config: BenchmarkConfig, folder: pathlib.Path, console: Console) -> 
         write_work(work)
         return _measure_on_one(Runner(work, progress, processes, gpus[n]), in_torch, config.exclusive)
 
-    with (
-        Progress(*columns, console=console) as progress,
-        concurrent.futures.ThreadPoolExecutor(len(shares)) as pool,
-        Processes() as processes,
-    ):
+    # Not as a context, which waits for its threads: those that wait for a lock file can't be interrupted.
+    pool = concurrent.futures.ThreadPoolExecutor(len(shares))
+    with sigterm_as_interrupt(), Progress(*columns, console=console) as progress, Processes() as processes:
         jobs = [pool.submit(measure_share, n, progress, processes) for n in range(len(shares))]
-        return [{**record, "gpu": gpus[n]} for n, job in enumerate(jobs) for record in job.result()]
+        try:
+            found = [(n, record) for n, job in enumerate(jobs) for record in job.result()]
+        except KeyboardInterrupt:
+            files = sorted((int(file.parent.name.removeprefix("gpu_")), file) for file in folder.glob("gpu_*/*.jsonl"))
+            found = [(n, record) for n, file in files for record in read_records(file)]
+            found.append((len(shares) - 1, INTERRUPTED))
+    return [{**record, "gpu": gpus[n]} for n, record in found]
 
 
 def _measure_on_one(runner: Runner, peers: list[str], exclusive: Sequence[pathlib.Path]) -> list[Record]:

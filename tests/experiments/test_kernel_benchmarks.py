@@ -1,7 +1,10 @@
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
+import signal
+import subprocess
 import sys
 import time
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 from rich.progress import Progress
 
-from experiments.harness.records import by_short_name
+from experiments.harness.records import RecordWriter, by_short_name
 from experiments.kernel_benchmarks import jax_worker, marks
 from experiments.kernel_benchmarks.__main__ import add, main
 from experiments.kernel_benchmarks.config import PEERS as PEER_NAMES
@@ -437,6 +440,33 @@ def test_a_peer_that_compiles_for_too_long_is_ended_and_said_to_be(tmp_path, mon
     assert record["kind"] == "failure" and "torch_worker_fla_warm: stopped, out of time" in record["reason"]
     stat = pathlib.Path("/proc", started.read_text().strip(), "stat")
     assert not stat.exists() or " Z " in stat.read_text()
+
+
+def test_an_interrupted_run_writes_what_was_measured(tmp_path):
+    """Also where it waits for its turn, as beside another command that holds the card."""
+    lock, kept, file = tmp_path / "lock", tmp_path / "kept", tmp_path / "part.json"
+    sizes = "--head-size 16 --dtype float32 --shapes 1 2 1 --chunked-shapes 1 2 1 --scan-shapes --sweep-operators"
+    which = "--operators deltanet --implementations chunked --only time --name part --decode-batch 0"
+    where = ["--exclusive", str(lock), "--keep", str(kept), "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "experiments.kernel_benchmarks", *sizes.split(), *which.split(), *where]
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        records = kept / "gpu_0" / "jax.jsonl"
+        while not (records.exists() and '"prepared"' in records.read_text()):
+            assert process.poll() is None
+            time.sleep(0.1)
+        RecordWriter(records)({"kind": "ceiling", "copy_gb_s": 1.0, "matmul_tflops": 2.0})
+        time.sleep(0.5)  # by then it waits for the lock file
+        process.send_signal(signal.SIGTERM)
+        assert "what was measured is written" in process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    results = json.loads(file.read_text())
+    kinds = [record["kind"] for record in results["records"]]
+    assert "ceiling" in kinds and results["records"][-1]["reason"].startswith("interrupted")
+    assert "interrupted: what follows" in file.with_suffix(".md").read_text()
+    whole = {**results, "records": [], "commit": "later"}
+    assert "interrupted" not in str(add(whole, results)["records"])
 
 
 def test_what_is_not_compiled_in_half_of_the_time_is_said_and_the_rest_is_measured(tmp_path, monkeypatch):
