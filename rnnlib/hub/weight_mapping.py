@@ -221,7 +221,7 @@ def match_rows(family: Family, model: DecoderLM, present: Mapping[str, tuple[int
     for path, variable in variables.items():
         if path in covered:
             continue
-        if path in misfits:
+        if path in misfits and covered.keys().isdisjoint(misfits[path].ours):
             # The caller checks shapes, and raises an error that names the array.
             matches.append(misfits[path])
             covered |= dict.fromkeys(misfits[path].ours, misfits[path])

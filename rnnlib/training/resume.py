@@ -53,8 +53,7 @@ def starting_point(
         validation_fingerprint: of the validation data as it is now.
 
     Raises:
-        RunError: the checkpoint is beyond the last step of `config`, or was made with other validation data.
-        ValueError: it was made with other training data.
+        RunError: the checkpoint is beyond the last step of `config`, or was made with other data.
     """
     template, adaptation = steps.template, steps.adaptation
     has_adapters, frozen = config.lora.rank is not None, None
@@ -78,12 +77,16 @@ def starting_point(
         state = dataclasses.replace(state, parameters=trained, frozen=frozen)
     if progress.step > config.steps:
         raise RunError(f"run {folder} is at step {progress.step}, beyond the {config.steps} asked for")
-    batches.set_state(progress.data_state)
+    ways = f"put it back, or begin a new run with this one's weights: --init {folder}, without --resume"
+    try:
+        batches.set_state(progress.data_state)
+    except ValueError as error:
+        raise RunError(f"{error}; {ways}") from None
     wanted = progress.data_state.get("validation")
     if wanted not in (None, validation_fingerprint):
         raise RunError(
             f"the validation data is not that of run {folder}: its files have changed "
-            f"(fingerprint {validation_fingerprint}, saved {wanted})"
+            f"(fingerprint {validation_fingerprint}, saved {wanted}); {ways}"
         )
     return StartingPoint(put_state(state, steps.mesh), progress.step, progress.tokens)
 

@@ -246,7 +246,9 @@ def test_a_run_goes_on_with_a_corpus_that_was_moved(tmp_path, monkeypatch, capsy
     assert load_run_config(tmp_path / "run").data.paths == ("new/*.txt",)
     (tmp_path / "new" / "00.txt").write_text("another text, which is not what the run was trained on")
     assert main([*command[:4], "--steps", "7", "--prompt", ""]) == 2
-    assert "the data is not that of the saved position" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "the data is not that of the saved position" in error
+    assert "put it back, or begin a new run with this one's weights: --init run, without --resume" in error
 
 
 @pytest.mark.parametrize(
