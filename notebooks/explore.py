@@ -13,6 +13,7 @@ from IPython import get_ipython
 from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 from numpy.typing import ArrayLike
 
@@ -174,6 +175,9 @@ def draw_half_lives(layers: Sequence[LayerActivations], quantile: float = 1.0) -
         ax.vlines(place, low, high, color="C0", alpha=0.5)
         ax.plot(place, np.median(values, axis=1), "o", color="C0", markersize=4)
     ax.set(yscale="log", xlabel="layer, its heads side by side", ylabel="half-life (tokens)")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    ax.yaxis.set_major_formatter("{x:g}")  # 0.3 and 30, no powers of ten
+    ax.yaxis.set_minor_formatter("")
     ax.set_xticks([activations.layer for activations in layers])
     if all(half_lives(activations).ndim == 1 for activations in layers):
         ax.set_title("Half-life of each head's state")

@@ -1,13 +1,19 @@
 """The pages are run, their tables are what the code and the results say, and their links lead somewhere."""
 
+import importlib
 import json
 import pathlib
 import re
+import shlex
 
 import pytest
 
 from experiments.kernel_benchmarks.report import readme_table
 from experiments.ridge_benchmark.report import readme_table as ridge_table
+from rnnlib.cli import train
+from rnnlib.cli.arguments import parse
+from rnnlib.cli.errors import CommandError
+from rnnlib.cli.main import COMMANDS
 from rnnlib.hub import FAMILIES
 from rnnlib.layers import mixer_names, mixer_table, presets
 
@@ -32,6 +38,35 @@ def test_python_blocks_run(page, monkeypatch, unchecked_shapes):
     namespace: dict = {"__name__": "page"}
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL), start=1):
         exec(compile(block, f"{name_of(page)}, block {number}", "exec"), namespace)
+
+
+class UnderstoodError(Exception):
+    """A command's arguments were read; it need not run."""
+
+
+def test_commands_are_understood(monkeypatch):
+    """Every `rnnlib ...` of a page: its flags exist and take the values that they are given."""
+
+    def understand(*arguments, **options):
+        parse(*arguments, **options)
+        raise UnderstoodError
+
+    modules = {name: importlib.import_module(module) for name, (module, _) in COMMANDS.items()}
+    for module in {*modules.values(), train}:
+        if hasattr(module, "parse"):
+            monkeypatch.setattr(module, "parse", understand)
+    lines = {line for page in PAGES for line in page.read_text().splitlines() if "`" not in line}
+    commands = [shlex.split(line, comments=True) for line in lines if re.match(r"(\w+=\S+ )?rnnlib ", line)]
+    wrong, model = {}, str(ROOT / "experiments" / "demonstration" / "model")
+    for words in commands:
+        command, *argv = words[words.index("rnnlib") + 1 :]
+        # Of a run to continue the settings are read first, and there is none.
+        argv = [model if word in ("MODEL", "FOLDER") else word for word in argv if word != "--resume"]
+        with pytest.raises((UnderstoodError, CommandError)) as error:
+            modules[command].run(argv)
+        if not isinstance(error.value, UnderstoodError):
+            wrong[" ".join(words)] = str(error.value)
+    assert len(commands) > 40 and not wrong
 
 
 def anchors(page: pathlib.Path) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from rnnlib.cli.errors import CommandError
-from rnnlib.cli.suggestions import flags_of, similar_flags
+from rnnlib.cli.suggestions import flags_of, similar_flags, switch_with_value
 
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 """An argument without a flag: the folder of a run or of a published model."""
@@ -41,9 +41,11 @@ def parse[Arguments](
         if error.code in (0, None):
             raise
         message = _one_line(captured.getvalue()) or "wrong arguments"
-        if unknown := re.match(r"Unrecognized options?: (--\S+?)(?=,|\s|$)", message):
+        if unknown := re.match(r"Unrecognized options?: (\S+?)(?=,|\s|$)", message):
             known = flags_of(lambda: tyro.cli(cls, args=["--help"], prog=f"rnnlib {command}", default=default))
-            if meant := similar_flags(unknown[1], known):
+            if switch := switch_with_value(unknown[1], argv, known):
+                message = f"{message.partition(' (perhaps ')[0]} ({switch})"
+            elif unknown[1].startswith("--") and (meant := similar_flags(unknown[1], known)):
                 message = f"{message.partition(' (perhaps ')[0]} (perhaps {' or '.join(meant)}?)"
         raise CommandError(message) from None
 

@@ -131,8 +131,8 @@ def _print(plan: StepPlan, devices: int, device_bytes: float, tpu: str | None) -
         + (f", {plan.num_parameters:,} numbers trained" if plan.num_frozen else "")
     )
     console.print(
-        f"{devices} devices, {plan.mesh}: on each {plan.rows} rows of {plan.length} tokens a step in {plan.parts} "
-        f"part(s); recomputed: {again}"
+        f"{devices} devices, {plan.mesh}; rows of {plan.length} tokens on each in a step: {plan.rows}, "
+        f"accumulation steps: {plan.parts}; recomputed: {again}"
     )
     console.print(memory)
     console.print(traffic)

@@ -3,8 +3,9 @@
 import contextlib
 import difflib
 import io
+import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 # What other libraries call it.
 _OTHER_NAMES = {
@@ -77,6 +78,25 @@ def similar_flags(flag: str, flags: Iterable[str], *, most: int = 2) -> list[str
             scores[other] = score + 0.3 * (likeness(section, other_section) if section else 0.0)
     best = sorted(scores, key=lambda other: -scores[other])
     return [other for other in best if scores[other] > scores[best[0]] - 0.05][:most]
+
+
+def switch_with_value(unknown: str, argv: Sequence[str], flags: Iterable[str]) -> str | None:
+    """What to say where an argument is the value of a flag that is only on or off; None where it is not.
+
+    Args:
+        unknown: The argument that was not understood, such as the "True" of `--resume True` or `--resume=True`.
+        argv: All arguments.
+        flags: The command's flags.
+    """
+    before = [flag for flag, argument in itertools.pairwise(argv) if argument == unknown]
+    before += [argument.partition("=")[0] for argument in argv if argument.partition("=")[2] == unknown]
+    known = set(flags)
+    for flag in (given.replace("_", "-") for given in before):
+        section, dot, name = flag.removeprefix("--").rpartition(".")
+        off = f"--{section}{dot}no-{name}"
+        if {flag, off} <= known:
+            return f"{flag} takes no value; {off} turns it off"
+    return None
 
 
 def flags_of(show_help: Callable[[], object]) -> list[str]:

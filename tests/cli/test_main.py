@@ -276,7 +276,7 @@ def test_mesh_plans_a_step_without_the_devices(capsys):
     flags = ["--mesh.fsdp", "4", "--model.width", "64", "--model.num-layers", "2", "--model.remat", "True"]
     assert main(["mesh", "--devices", "8", "--accumulation-steps", "2", *flags]) == 0
     shown = capsys.readouterr().out
-    assert "8 devices, mesh.data=2 x mesh.fsdp=4: on each 2 rows of 4096 tokens a step in 2 part(s)" in shown
+    assert "mesh.data=2 x mesh.fsdp=4; rows of 4096 tokens on each in a step: 2, accumulation steps: 2" in shown
     for line in ("optimizer state", "gradients of matrices", "gradients of shards", "Activations are left out"):
         assert line in shown
 
@@ -284,8 +284,8 @@ def test_mesh_plans_a_step_without_the_devices(capsys):
 def test_mesh_plans_shared_layers_and_rows(capsys):
     flags = ["--mesh.tensor", "2", "--mesh.context", "2", "--model.width", "64", "--model.num-layers", "2"]
     assert main(["mesh", "--devices", "8", "--model.vocabulary-size", "264", "--data.batch-size", "2", *flags]) == 0
-    shown = capsys.readouterr().out
-    assert "mesh.data=2 x mesh.fsdp=1 x mesh.context=2 x mesh.tensor=2: on each 1 rows" in shown
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "mesh.context=2 x mesh.tensor=2; rows of 4096 tokens on each in a step: 1, accumulation" in shown
     for line in ("activations, loss", "states, tokens, keys", "collective-permute"):
         assert line in shown
 
@@ -316,6 +316,11 @@ def test_tokenizer(tmp_path, corpus, capsys):
     [
         (["nosuch"], "there is no command 'nosuch'; expected one of train, eval"),
         (["train", "--model.widht", "3"], "Unrecognized options: --model.widht, 3 (perhaps --model.width?)"),
+        (
+            ["train", "--data.streaming", "True", "--steps", "3"],
+            "Unrecognized options: True (--data.streaming takes no value; --data.no-streaming turns it off)",
+        ),
+        (["train", "--resume=true"], "(--resume takes no value; --no-resume turns it off)"),
         (["train", "--steps", "many"], "--steps: expected an integer, got 'many'"),
         (["train", "--steps", "0"], "steps is 0, expected an integer of at least 1"),
         (["train", "--steps", "99999999999999999999"], "expected at most 2147483647: the optimizer counts in 32 bits"),

@@ -48,7 +48,7 @@ def with_keys(folder, **keys):
         (lambda a: a.pop("model.layers.1.attn.A_log"), r"model.layers.1.attn.A_log is missing, expected an array that"),
         (
             lambda a: a.pop("model.layers.1.mlp.up_proj.weight"),
-            r"model.layers.1.mlp.up_proj.weight is missing, expected an array that gives blocks.1.feed_forward.up.kernel",
+            r"model.layers.1.mlp.up_proj.weight is missing, expected an array that gives blocks.1.feed_forward.up",
         ),
         (lambda a: a.update(extra=np.zeros(3)), r"model.safetensors: extra \[3\] is surplus"),
         (
