@@ -274,7 +274,8 @@ def time_all(options: Options, plan: ThroughputStudy, missing: Sequence[Case]) -
         if has_peers:
             ours = [future for group in groups for future in group.values()] if options.compile_workers else []
             failed += time_peers(options, plan, where, ours)
-            claim_memory()
+            if missing:
+                claim_memory()
         for group in groups:
             concurrent.futures.wait(group.values())
             if options.seconds is not None and time.monotonic() - begin > options.seconds:
