@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import operators
+from pallas_kernels.attention.mosaic_gpu import bwd as attention_bwd
 from pallas_kernels.common.config import KernelConfig, MosaicConfig
 from pallas_kernels.common.decay import FORGOTTEN
 from pallas_kernels.common.mosaic_gpu import SIDE
@@ -19,6 +20,7 @@ from pallas_kernels.delta_rule.api import gated_delta_rule
 from pallas_kernels.delta_rule.config import DeltaRuleConfig, mosaic_config
 from pallas_kernels.delta_rule.inputs import kernel_shape_of
 from pallas_kernels.delta_rule.inputs import make_inputs as make_kernel_inputs
+from pallas_kernels.delta_rule.mosaic_gpu import bwd_tile_scheduler, pipeline, wy_tile_scheduler
 from pallas_kernels.delta_rule.mosaic_gpu import stages as mosaic_stages
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import DIGIT_COLUMNS, refined, rounded_and_digits
 from pallas_kernels.delta_rule.triton.split_sequence import split_transitions
@@ -291,6 +293,17 @@ def test_errors_stay_within_rounding(gates):
     assert all(error < 1e-2 for error in found.values()), found
     # What goes through the inverse is not rounded before.
     assert found["out"] < 3e-3 and found["state"] < 2.4e-3 and found["d_v"] < 2.8e-3, found
+
+
+def test_warpgroups_ask_for_no_more_registers_than_their_program_starts_with():
+    """What is asked for beyond these is waited for, for ever; no interpreter shows it."""
+    programs = [[attention_bwd._REGISTERS[0]] * 2 + [attention_bwd._REGISTERS[1]] * 2]
+    programs.append([bwd_tile_scheduler._REGISTERS[0]] * 2 + [bwd_tile_scheduler._REGISTERS[1]])
+    for table in (pipeline._REGISTERS, pipeline._REGISTERS_WITH_SCORES, wy_tile_scheduler._REGISTERS):
+        programs += [[computing] * n + others for n, (computing, *others) in table.items()]
+    for program in programs:
+        at_start = min(65536 // (128 * len(program)), 255) // 8 * 8  # of a thread, as the assembler gives them
+        assert sum(program) <= at_start * len(program) and all(count % 8 == 0 for count in program)
 
 
 def test_a_program_has_more_channels_where_heads_fill_the_card():
