@@ -82,5 +82,5 @@ def study(setting: Setting) -> Study:
         (1e-3, 1e-2) if small else (1e-3, 3e-3, 1e-2),
         (0, 1, 2),
         figure="bars",
-        seconds_of_a_run=5.0,
+        seconds_of_a_run=2.0,
     )

@@ -55,6 +55,19 @@ def band(found: Mapping[str, Comparison]) -> tuple[Comparison, int] | None:
     return Comparison(losses, norms, max(abs(one.held_out) for one in noise)), len(noise)
 
 
+def from_the_mean(arm: str, runs: Mapping[str, Row], window: int) -> float | None:
+    """A run's largest difference of a window's loss from the mean of our other runs in bfloat16; None below three.
+
+    `compare` asks how far a run is from one run of ours, which may itself be far from its like. No rule of the plan for
+    57M models has it.
+    """
+    others = [runs[own] for own in (OURS, REORDERED, *ORDERS) if own in runs and own != arm]
+    if len(others) < 2:
+        return None
+    mean = {"losses": np.mean([own["losses"] for own in others], axis=0), "gradient_norms": np.ones(1), "held_out": 0.0}
+    return float(np.abs(compare(runs[arm], mean, window).losses).max())
+
+
 def outside(theirs: Comparison, noise: Comparison) -> tuple[int, int, int]:
     """How many windows of losses, of norms, and whether the held-out loss are outside the band of a reordered run.
 
@@ -93,7 +106,8 @@ def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
     """Markdown: each run's last window and held-out loss, and how far from ours it is."""
     if not rows:
         return "No results yet.\n"
-    head = ["mixer", "run", "last window", "held out", "largest difference of a window", "of a norm, %", "verdict", "s"]
+    head = ["mixer", "run", "last window", "held out", "largest difference of a window", "of a norm, %"]
+    head += ["from the mean of our other runs", "verdict", "s"]
     lines = []
     for mixer in (mixer.label for mixer in plan.mixers):
         runs = runs_of(mixer, rows)
@@ -102,13 +116,18 @@ def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
             last = np.mean(run["losses"][-plan.window :])
             cells = [mixer, arm, f"{last:.4f}", f"{run['held_out']:.4f}"]
             if arm == OURS:
-                cells += ["", "", ""]
+                cells += ["", ""]
             else:
                 loss, norm = (np.abs(part).max() for part in (found[arm].losses, found[arm].norms))
-                cells += [f"{loss:.4f}", f"{100 * norm:.2f}", _judged(arm, found)]
+                cells += [f"{loss:.4f}", f"{100 * norm:.2f}"]
+            apart = from_the_mean(arm, runs, plan.window)
+            cells += ["" if apart is None else f"{apart:.4f}", _judged(arm, found)]
             lines.append([*cells, f"{run['seconds']:.0f}"])
-    versions: dict[str, str] = next((row["versions"] for row in rows.values() if "versions" in row), {})
-    peers = ", ".join(f"{name} {version}" for name, version in versions.items())
+    versions: dict[str, set[str]] = {}
+    for row in rows.values():
+        for name, version in row.get("versions", {}).items():
+            versions.setdefault(name, set()).add(version)
+    peers = ", ".join(f"{name} {' and '.join(sorted(found))}" for name, found in versions.items())
     return "\n".join(markdown_table(head, lines)) + (
         f"\n\nNats a byte. Windows of {plan.window} steps; differences from the run named {OURS!r}. "
         f"{plan.steps} steps of {plan.batch_size * plan.sequence_length:,} bytes, width {plan.width}, "

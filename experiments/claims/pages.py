@@ -13,6 +13,7 @@ from experiments.claims.speed import CLAIMS as SPEED
 from experiments.harness.page import markdown_table, replaced, write_between_marks
 from experiments.harness.tables import EXPERIMENTS, write_text
 from experiments.harness.verdicts import Region, Verdict
+from experiments.queue.left import left_table
 
 CLAIMS: tuple[Claim, ...] = (*RECALL, *LANGUAGE, *SPEED)
 BEGIN = "<!-- verdict: written by `python -m experiments.claims`, do not edit -->"
@@ -138,3 +139,4 @@ def write_pages(experiments: pathlib.Path = EXPERIMENTS) -> None:
         write_text(page, text)
     write_between_marks(experiments / "README.md", "claims", index())
     write_between_marks(experiments / "README.md", "hypotheses", planned_index())
+    write_between_marks(experiments / "README.md", "queue", left_table())

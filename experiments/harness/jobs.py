@@ -15,6 +15,8 @@ class Job:
         seconds: that it is expected to have its devices for on an H100, compiling left out; 0 where nothing tells.
         devices: how many it needs.
         alone: whether it has its devices by turns with others; a small one trains beside them.
+        runs: that it makes.
+        later: runs that can be named only once this one, and others like it, have chosen a rate; its share of them.
     """
 
     study: str
@@ -24,6 +26,8 @@ class Job:
     seconds: float = 0.0
     devices: int = 1
     alone: bool = True
+    runs: int = 1
+    later: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.study} ({self.setting}): {self.name}"

@@ -1,5 +1,6 @@
 """The command line of the studies of language models."""
 
+import collections
 import dataclasses
 import importlib
 import pathlib
@@ -16,8 +17,8 @@ from experiments.harness.tables import read_table, table_path
 from experiments.language_modelling.runs import best_rate, get_tokenizer, read_run, train_and_test
 from experiments.language_modelling.study import LanguageStudy
 
-COMPILING_AND_TESTING = 60.0
-"""Seconds that a run takes beside its training, while nothing else trains."""
+TESTING = 15.0
+"""Seconds that a run keeps its devices beside its training; it compiles and reads while others train."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +55,15 @@ def jobs(name: str, setting: str, outputs: Sequence[pathlib.Path]) -> list[Job]:
     plan = load_study(name, setting)
     tables = [table_path(name, setting, output) for output in outputs]
     found = []
-    for mixer, rate, seed in missing_runs(plan, *tables):
+    missing = missing_runs(plan, *tables)
+    # A mixer that has chosen no rate yet has its reporting seeds still before it.
+    choosing = collections.Counter(mixer for mixer, rate, seed in missing if seed in plan.seeds)
+    for mixer, rate, seed in missing:
         arguments = ("--setting", setting, "--mixers", mixer.label, "--rates", f"{rate:g}", "--seeds", str(seed))
         timed = (row["seconds"] for path in tables for row in read_table(path) if row["mixer"]["label"] == mixer.label)
-        seconds = min(timed, default=plan.seconds) + COMPILING_AND_TESTING
-        found.append(Job(name, setting, f"{mixer.label}, rate {rate:g}, seed {seed}", arguments, seconds))
+        seconds = min(timed, default=plan.seconds) + TESTING
+        later = len(plan.report_seeds) / choosing[mixer] if choosing[mixer] else 0.0
+        found.append(Job(name, setting, f"{mixer.label}, rate {rate:g}, seed {seed}", arguments, seconds, later=later))
     return found
 
 

@@ -14,6 +14,7 @@ from experiments.harness.jobs import Job
 from experiments.harness.study import unmatched
 from experiments.harness.tables import EXPERIMENTS, add_rows, read_table, table_path
 from experiments.queue.bundle import fold, tail, unpack, write_bundle
+from experiments.queue.left import hours, told
 from experiments.queue.order import ORDER, Entry
 from experiments.queue.scheduler import Ended, run_jobs
 
@@ -163,10 +164,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.list:
             found = left(entries(options.studies), [EXPERIMENTS, options.work / "tables"], options.jobs)
             for entry, jobs in found.items():
-                hours = sum(job.seconds * job.devices for job in jobs) / 3600
-                print(f"{entry.name}: {len(jobs)} jobs, {hours:.1f} GPU-hours; {entry.why}")
+                print(f"{entry.name}: {len(jobs)} jobs, {told(*hours(jobs))} GPU-hours; {entry.why}")
                 for job in jobs:
                     print(f"  {job.seconds:6.0f} s  {job.name}")
+            every = [job for jobs in found.values() for job in jobs]
+            print(f"in all: {len(every)} jobs, {told(*hours(every))} GPU-hours")
             return 0
         return 1 if work_through(options) else 0
 

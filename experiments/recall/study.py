@@ -66,5 +66,5 @@ def study(setting: Setting) -> Study:
         tuple(range(10)),
         figure="bars",
         report_seeds=tuple(range(10, 20)),
-        seconds_of_a_run=6.0,
+        seconds_of_a_run=12.0,
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import pathlib
+import statistics
 import sys
 from collections.abc import Sequence
 
@@ -12,11 +13,11 @@ from experiments.harness.command import RunOptions, errors_as_lines
 from experiments.harness.device import Turn
 from experiments.harness.environment import command_line, environment
 from experiments.harness.jobs import Job
-from experiments.harness.study import Setting, pick, unmatched
-from experiments.harness.tables import table_path
+from experiments.harness.study import Mixer, Setting, pick, unmatched
+from experiments.harness.tables import read_table, table_path
 from experiments.sweep.outcomes import wanted
 from experiments.sweep.results import read_runs
-from experiments.sweep.study import Study
+from experiments.sweep.study import Cell, Study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +110,32 @@ def jobs(name: str, setting: str, outputs: Sequence[pathlib.Path]) -> list[Job]:
     for cell in study.cells:
         for mixer in study.mixers:
             done = {lane: row for path in tables for lane, row in read_runs(path, mixer, cell).items()}
-            left = sum(lane not in done for lane in wanted(study, cell, done))
-            if not left:
+            missing = [lane for lane in wanted(study, cell, done) if lane not in done]
+            if not missing:
                 continue
             arguments = ["--setting", setting, "--cells", cell.name, "--mixers", mixer.label, "--data-workers", "4"]
-            seconds = study.seconds_of_a_run * left * cell.steps / max(cell.steps for cell in study.cells)
-            found.append(Job(name, setting, f"{cell.name}, {mixer.label}", tuple(arguments), seconds))
+            seconds = _seconds_of_a_run(study, cell, mixer, tables)
+            later = len(study.report_seeds) if missing[0].seed in study.seeds else 0
+            what = f"{cell.name}, {mixer.label}"
+            runs = len(missing)
+            found.append(Job(name, setting, what, tuple(arguments), seconds * runs, runs=runs, later=later))
     return found
+
+
+def _seconds_of_a_run(study: Study, cell: Cell, mixer: Mixer, tables: Sequence[pathlib.Path]) -> float:
+    """What a mixer's runs took in any cell, by the tokens that they read; the study's figure where it has none."""
+    rows = (row for path in tables for row in read_table(path) if row["mixer"]["label"] == mixer.label)
+    size = cell.steps * cell.task.sequence_length
+    measured = [
+        row["train_seconds_of_all_lanes"]
+        / row["lanes"]
+        / (row["cell"]["steps"] * row["cell"]["task"]["sequence_length"])
+        for row in rows
+        if "lanes" in row
+    ]
+    if measured:
+        return statistics.median(measured) * size
+    return study.seconds_of_a_run * size / max(cell.steps * cell.task.sequence_length for cell in study.cells)
 
 
 def run(names: Sequence[str], options: SweepOptions, console: Console, *, module: str) -> bool:

@@ -160,7 +160,8 @@ class Study:
         axes: sizes that cells differ in; a cell may stand on several.
         chance: accuracy of guessing, by cell name, drawn as a line.
         paper: a paper's numbers, percent, by (its name for the row, cell name, length).
-        seconds_of_a_run: that a run of the most steps is expected to take of an H100, of those side by side.
+        seconds_of_a_run: that a run of the largest cell (steps by tokens of a row) is expected to take of an H100, of
+            those side by side, where its mixer was never timed.
     """
 
     name: str

@@ -25,6 +25,7 @@ from experiments.claims.planned import HYPOTHESES, NOT_RUN, answers, judged
 from experiments.harness.page import marks
 from experiments.harness.tables import EXPERIMENTS, read_table, table_path
 from experiments.harness.verdicts import Interval, Region, Verdict, above, below, equal
+from experiments.queue.left import left_table
 
 INDEX = (EXPERIMENTS / "README.md").read_text()
 
@@ -47,7 +48,7 @@ def test_a_page_with_claims_has_question_result_uncertainty_and_verdict_in_that_
         assert places == sorted(places) and places[-1] < page.index("\n## "), study
 
 
-@pytest.mark.parametrize("name, text", [("claims", index), ("hypotheses", planned_index)])
+@pytest.mark.parametrize("name, text", [("claims", index), ("hypotheses", planned_index), ("queue", left_table)])
 def test_the_index_is_what_the_claims_and_hypotheses_give(name, text):
     begin, end = marks(name)
     assert INDEX.split(begin, 1)[1].split(end, 1)[0].lstrip("\n") == text()

@@ -9,10 +9,11 @@ import pytest
 
 from experiments.harness.jobs import Job
 from experiments.harness.tables import EXPERIMENTS, add_rows, read_table, table_path
-from experiments.language_modelling.command import COMPILING_AND_TESTING
+from experiments.language_modelling.command import TESTING
 from experiments.language_modelling.command import jobs as language_jobs
 from experiments.queue import bundle
 from experiments.queue.__main__ import Options, command_of, entries, left, main
+from experiments.queue.left import hours, told
 from experiments.queue.order import ORDER
 from experiments.queue.scheduler import COMPILING, STOPPING, Timetable, run_jobs
 from experiments.sweep.command import jobs as sweep_jobs
@@ -118,7 +119,20 @@ def test_what_is_left_of_a_study_is_what_no_table_has(tmp_path):
     add_rows(table_path("mqar", "real", tmp_path), [r for r in own if r["seed"] != 2])
     assert [one.name for one in sweep_jobs("mqar", "real", [tmp_path])] == [one.name for one in everything]
     add_rows(table_path("mqar", "real", tmp_path), own)
-    assert sweep_jobs("mqar", "real", [tmp_path]) == everything[1:]
+    rest = sweep_jobs("mqar", "real", [tmp_path])
+    assert [one.name for one in rest] == [one.name for one in everything[1:]]
+    mixer = first.name.rpartition(", ")[2]
+    assert all((one.seconds > 0) == one.name.endswith(f", {mixer}") for one in rest), "of its mixer's runs, by tokens"
+
+
+def test_seeds_that_report_are_counted_until_their_rate_is_chosen(tmp_path):
+    jobs = language_jobs("axes", "real", [tmp_path])
+    assert len(jobs) == 44 and sum(job.later for job in jobs) == 44
+    first, later = hours(jobs)
+    assert first == pytest.approx(later) and told(first, later) == f"{first:.1f}, then {first:.1f}"
+    of_recall = sweep_jobs("recall", "real", [tmp_path])
+    assert all((job.runs, job.later) == (40, 10) for job in of_recall)
+    assert of_recall[-1].seconds == 2 * of_recall[0].seconds, "rows of twice as many tokens"
 
 
 def test_what_a_model_takes_is_known_from_its_other_rates(tmp_path):
@@ -128,7 +142,7 @@ def test_what_a_model_takes_is_known_from_its_other_rates(tmp_path):
         j for j in language_jobs("language_modelling", "large", [tmp_path]) if j.name == "KDA, rate 0.002, seed 0"
     ]
     known = next(r["seconds"] for r in rows if r["learning_rate"] == 1e-3)
-    assert kda.seconds == known + COMPILING_AND_TESTING
+    assert kda.seconds == known + TESTING
 
 
 def test_every_study_of_the_queue_can_say_what_is_left(tmp_path):
