@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -46,26 +46,44 @@ def compare(run: Row, ours: Row, window: int) -> Comparison:
     return Comparison(windows(losses), windows(norms / ours["gradient_norms"]), run["held_out"] - ours["held_out"])
 
 
-def band(found: Mapping[str, Comparison]) -> tuple[Comparison, int] | None:
-    """What all runs of ours with rows in another order differ by, as one, and how many they are; None without any."""
-    noise = [found[arm] for arm in (REORDERED, *ORDERS) if arm in found]
+OWN = (OURS, REORDERED, *ORDERS)
+"""Our runs in bfloat16, which differ by rounding alone."""
+
+
+def band(found: Mapping[str, Comparison], arms: Sequence[str] = OWN[1:]) -> tuple[Comparison, int] | None:
+    """What these runs of ours differ by, as one, and how many they are; None without any."""
+    noise = [found[arm] for arm in arms if arm in found]
     if not noise:
         return None
     losses, norms = (np.concatenate([getattr(one, name) for one in noise]) for name in ("losses", "norms"))
     return Comparison(losses, norms, max(abs(one.held_out) for one in noise)), len(noise)
 
 
-def from_the_mean(arm: str, runs: Mapping[str, Row], window: int) -> float | None:
-    """A run's largest difference of a window's loss from the mean of our other runs in bfloat16; None below three.
+def from_the_mean(arm: str, runs: Mapping[str, Row], window: int) -> Comparison | None:
+    """A run's differences from the mean of our other runs in bfloat16, which no single one of them decides.
 
-    `compare` asks how far a run is from one run of ours, which may itself be far from its like. No rule of the plan for
-    57M models has it.
+    None where they are fewer than two.
     """
-    others = [runs[own] for own in (OURS, REORDERED, *ORDERS) if own in runs and own != arm]
+    others = [runs[own] for own in OWN if own in runs and own != arm]
     if len(others) < 2:
         return None
-    mean = {"losses": np.mean([own["losses"] for own in others], axis=0), "gradient_norms": np.ones(1), "held_out": 0.0}
-    return float(np.abs(compare(runs[arm], mean, window).losses).max())
+    names = ("losses", "gradient_norms", "held_out")
+    return compare(runs[arm], {name: np.mean([own[name] for own in others], axis=0) for name in names}, window)
+
+
+def judged(plan: CurveStudy, runs: Mapping[str, Row]) -> tuple[str, Verdict] | None:
+    """What is outside the band, and the verdict by the plan's rule; None where either side is missing."""
+    if THEIRS not in runs:
+        return None
+    if plan.around_mean:
+        apart = {arm: one for arm in (*OWN, THEIRS) if arm in runs and (one := from_the_mean(arm, runs, plan.window))}
+        theirs, noise = apart.get(THEIRS), band(apart, OWN)
+    else:
+        theirs = compare(runs[THEIRS], runs[OURS], plan.window)
+        noise = band({arm: compare(run, runs[OURS], plan.window) for arm, run in runs.items()})
+    if theirs is None or noise is None:
+        return None
+    return told_outside(theirs, *noise), verdict(theirs, noise[0])
 
 
 def outside(theirs: Comparison, noise: Comparison) -> tuple[int, int, int]:
@@ -121,7 +139,9 @@ def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
                 loss, norm = (np.abs(part).max() for part in (found[arm].losses, found[arm].norms))
                 cells += [f"{loss:.4f}", f"{100 * norm:.2f}"]
             apart = from_the_mean(arm, runs, plan.window)
-            cells += ["" if apart is None else f"{apart:.4f}", _judged(arm, found)]
+            cells.append("" if apart is None else f"{np.abs(apart.losses).max():.4f}")
+            answer = judged(plan, runs) if arm == THEIRS else None
+            cells.append("" if answer is None else f"{answer[1].value} ({answer[0]})")
             lines.append([*cells, f"{run['seconds']:.0f}"])
     versions: dict[str, set[str]] = {}
     for row in rows.values():
@@ -133,12 +153,6 @@ def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
         f"{plan.steps} steps of {plan.batch_size * plan.sequence_length:,} bytes, width {plan.width}, "
         f"{plan.num_layers} layers, one seed. {made_with(rows.values())}{'; ' * bool(peers)}{peers}.\n"
     )
-
-
-def _judged(arm: str, found: dict[str, Comparison]) -> str:
-    if arm != THEIRS or (noise := band(found)) is None:
-        return ""
-    return f"{verdict(found[THEIRS], noise[0]).value} ({told_outside(found[THEIRS], *noise)})"
 
 
 def figure(plan: CurveStudy, rows: dict[tuple[str, str], Row], path: pathlib.Path) -> None:

@@ -4,9 +4,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from experiments.beside_fla.report import band, compare, runs_of, told_outside, verdict
+from experiments.beside_fla.report import judged as judged_curves
+from experiments.beside_fla.report import runs_of
 from experiments.beside_fla.study import MIXERS as CURVE_MIXERS
-from experiments.beside_fla.study import OURS, SETTINGS, THEIRS
+from experiments.beside_fla.study import SETTINGS
 from experiments.beside_fla.study import study as curve_study
 from experiments.claims.evidence import (
     LOSS,
@@ -270,9 +271,8 @@ def _curve(mixer: str) -> Callable[[], Answer]:
         for name in SETTINGS[:0:-1]:
             rows = {(row["mixer"], row["arm"]): row for row in read_table(table_path("beside_fla", name))}
             runs = runs_of(mixer, rows)
-            found = {arm: compare(run, runs[OURS], curve_study(name).window) for arm, run in runs.items()}
-            if THEIRS in runs and (noise := band(found)) is not None:
-                return f"{name}: {told_outside(found[THEIRS], *noise)}", verdict(found[THEIRS], noise[0])
+            if (found := judged_curves(curve_study(name), runs)) is not None:
+                return f"{name}: {found[0]}", found[1]
         return NOT_RUN, Verdict.UNDECIDED
 
     return answer

@@ -8,7 +8,16 @@ import pytest
 from experiments.beside_fla import ours
 from experiments.beside_fla.command import jobs, main
 from experiments.beside_fla.material import prepare
-from experiments.beside_fla.report import band, compare, outside, runs_of, told_outside, verdict
+from experiments.beside_fla.report import (
+    band,
+    compare,
+    from_the_mean,
+    judged,
+    outside,
+    runs_of,
+    told_outside,
+    verdict,
+)
 from experiments.beside_fla.study import ARMS, FLOAT32, ORDERS, OURS, REORDERED, THEIRS, study
 from experiments.harness.verdicts import Verdict
 from rnnlib.hub import load_pretrained
@@ -42,6 +51,19 @@ def test_the_band_is_the_widest_of_all_orders():
     assert verdict(theirs, band({REORDERED: found[REORDERED]})[0]) is Verdict.DISAGREES
     told = "outside the band of 2 orders, by chance 1 in 3: 0 and 0 of 4 windows, held out no"
     assert told_outside(theirs, noise, count) == told
+
+
+def test_around_the_mean_of_ours_no_single_run_decides():
+    levels = {OURS: 1.004, REORDERED: 1.0, ORDERS[0]: 1.001, ORDERS[1]: 0.999, THEIRS: 0.9985}
+    runs = {arm: row(np.full(1000, level), level) for arm, level in levels.items()}
+    assert from_the_mean(OURS, runs, 50).losses == pytest.approx(0.004)
+    assert from_the_mean(THEIRS, runs, 50).held_out == pytest.approx(-0.0025)
+    assert judged(study("real"), runs)[1] is Verdict.AGREES, "ours is the farthest of five"
+    assert judged(dataclasses.replace(study("real"), around_mean=False), runs)[1] is Verdict.DISAGREES
+    assert judged(study("real"), runs | {THEIRS: row(np.full(1000, 0.99), 0.99)})[1] is Verdict.DISAGREES
+    without = {arm: run for arm, run in runs.items() if arm != THEIRS}
+    assert judged(study("real"), without) is None and not study("short").around_mean
+    assert from_the_mean(THEIRS, {arm: runs[arm] for arm in (OURS, THEIRS)}, 50) is None
 
 
 def test_orders_are_permutations_of_the_rows():
