@@ -3,10 +3,11 @@
 import pytest
 
 from experiments.claims.evidence import outcome
-from experiments.harness.tables import EXPERIMENTS, table_path
+from experiments.harness.tables import EXPERIMENTS, read_table, table_path
 from experiments.language_modelling.report import by_rate, chosen
 from experiments.language_modelling.study import WIDTHS, study
 from experiments.sweep.command import whole_study
+from experiments.sweep.outcomes import SOLVED
 
 SENTENCES = (EXPERIMENTS / "README.md").read_text().split("## What was learned\n")[1].split("\nCosts:")[0]
 FORGETTING = ("Gated DeltaNet", "PGDN", "KDA", "PKDA", "Gated DeltaNet-2", "KLA", "Comba")
@@ -83,3 +84,21 @@ def test_recall():
         assert told(words.format(min(counts), max(counts))), counts
     few = sum(outcome("mqar_sizes", half, mixer.label).solved[0] for mixer in plan.mixers)
     assert told(f"with half as many {few} of {3 * len(plan.mixers)} seeds of all mixers do")
+
+
+def test_recall_of_more_pairs_than_channels():
+    """Of the runs that both sides have; the repeats are of the same seeds on other machines."""
+
+    def solved(rows: list, label: str, seeds: tuple[int, ...] = (0, 2, 4)) -> str:
+        own = [r for r in rows if (r["mixer"]["label"], r["cell"]["name"]) == (label, "64 pairs, T=256")]
+        passed = [r["validation"]["token_accuracy"] >= SOLVED for r in own if r["seed"] in seeds]
+        return f"{sum(passed)} of {len(passed)}"
+
+    first, again = (list(read_table(table_path("recall", name))) for name in ("real", "repeats"))
+    control, ours = solved(first, "DeltaNet's layer, additive"), solved(first, "DeltaNet")
+    assert told(f"as pairs in {control} runs, DeltaNet in {ours.split()[0]} of them")
+    repeats = [solved([r for r in again if r["repeat"] == number], "DeltaNet") for number in (2, 3)]
+    assert {one.split()[2] for one in (control, ours, *repeats)} == {"12"}
+    assert told(f"the same runs made again gave {' and '.join(one.split()[0] for one in repeats)}")
+    page = (EXPERIMENTS / "recall" / "README.md").read_text()
+    assert f"({solved(first, 'DeltaNet', (0, 2, 4, 6))} with a fourth seed)" in page
