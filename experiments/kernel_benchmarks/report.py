@@ -244,12 +244,20 @@ def sections(results: dict[str, Any]) -> list[Section]:
 
 
 def _timed_versions(results: dict[str, Any]) -> list[str]:
-    """What each peer was timed with: Triton's version decides which of FLA's kernels are right."""
+    """What each peer was timed with: by Triton's version, and with TileLang, FLA takes other kernels."""
     found: dict[str, None] = {}
     for record in results["records"]:
         if record["kind"] == "time" and "versions" in record:
             loaded = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
             found[f"{TITLES[record['implementation']]} was timed with {loaded}."] = None
+    # `kernel` is the name of FLA's functions in TileLang.
+    backward = [r for r in results["records"] if r["kind"] == "time" and r["pass"] == "forward_backward"]
+    counts: dict[str, list[bool]] = {}
+    for record in (r for r in backward if r["implementation"] == "fla"):
+        counts.setdefault(OPERATORS[record["operator"]].title, []).append("kernel_kernel" in record["kernels"])
+    replaced = [f"{title} ({sum(each)} of {len(each)} shapes)" for title, each in counts.items() if any(each)]
+    if replaced:
+        found[f"FLA ran a kernel of TileLang's in the backward pass of {', '.join(replaced)}."] = None
     return list(found)
 
 

@@ -285,6 +285,11 @@ def test_a_forward_only_peer_has_dashes_for_its_backward(tmp_path):
     assert found["GDN, forward, over FlashInfer's"].met is False
     assert "Not measured" not in tables and len(write_figures(results, tmp_path, "peer")) == 2
     assert "\n\nFLA was timed with fla-core 0.6.0, triton 3.7.1.\n" in markdown(results)
+    assert "TileLang's in" not in markdown(results)
+    times = [r for r in records if r["kind"] == "time" and r["implementation"] == "fla"]
+    replaced = [{**r, "kernels": {"kernel_kernel": 1.0}} for r in times if r["shape"][1] == 2048]
+    shown = markdown({**results, "records": [*times, *replaced]})
+    assert "TileLang's in the backward pass of Gated DeltaNet (1 of 3 shapes).\n" in shown
 
 
 def test_runs_are_joined_with_the_last_time_of_each(tmp_path, capsys):
