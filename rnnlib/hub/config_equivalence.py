@@ -25,12 +25,15 @@ _LEFT_OUT = frozenset(f"{_STARTS} {_METHODS} {_LOSSES}".split())
 # Fields of the model's configuration that are left out. The first are defaults of the layers: each layer's own fields
 # are compared instead. The others set dtypes and memory.
 _LAYERS = (
-    "mixers mixer_overrides num_heads attention_heads head_dim window rope_base mlp_ratio mlp_width norm_positions"
+    "mixers mixer_overrides num_heads attention_heads head_dim window rope_base mlp_ratio mlp_width norm_positions "
+    "feed_forwards"
 )
 _STORAGE = "dtype param_dtype remat remat_keeps scan_layers"
 _SAID_BY_LAYERS = frozenset(f"{_LAYERS} {_STORAGE}".split())
 # Fields of a recurrent mixer that are left out: its other fields give the same sizes as numbers.
 _SAID_BY_SIZES = frozenset({"head_dim", "key_expansion", "value_expansion"})
+# How many differences a message has.
+_MOST_DIFFERENCES = 8
 
 
 def computation(config: ModelConfig) -> dict[str, Any]:
@@ -62,12 +65,29 @@ def _with_width(feed_forward: Any, hidden_width: int) -> Any:
 
 
 def difference(config: ModelConfig, other: ModelConfig) -> str | None:
-    """The first difference between two configurations' computations, in words; None if there is none."""
+    """The differences between two configurations' computations, in words; None if there are none.
+
+    Layers that differ in the same way are named together. Of a part of another kind, the kind alone is named.
+    """
     ours, theirs = computation(config), computation(other)
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        if ours.get(name) != theirs.get(name):
-            return f"{name} is {ours.get(name)!r}, expected {theirs.get(name)!r}"
-    return None
+    differing = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+    of_other_kind = [name.removesuffix("kind") for name in differing if name.endswith("kind")]
+    layers: dict[tuple[str, str], list[str]] = {}
+    for name in differing:
+        layer, _, field = name.partition(": ") if name.startswith("layer ") else ("", "", name)
+        is_of_mixer = not field.startswith(("feed-forward", "norm position"))
+        parts = [part for part in of_other_kind if is_of_mixer or not part.endswith(": ")]  # `layer 0: ` is the mixer
+        if not any(name.startswith(part) and name != f"{part}kind" for part in parts):
+            values = f"{ours.get(name)!r}, expected {theirs.get(name)!r}"
+            layers.setdefault((field, values), []).append(layer.removeprefix("layer "))
+    found = [f"{_layers(numbers)}{field} is {values}" for (field, values), numbers in layers.items()]
+    more = f"; and {len(found) - _MOST_DIFFERENCES} more" if len(found) > _MOST_DIFFERENCES else ""
+    return "; ".join(found[:_MOST_DIFFERENCES]) + more if found else None
+
+
+def _layers(numbers: list[str]) -> str:
+    """`layers 0, 2: `, or nothing for a field of the model itself."""
+    return "" if numbers == [""] else f"layer{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}: "
 
 
 def sized_mixer(config: ModelConfig, mixer: str) -> Any:

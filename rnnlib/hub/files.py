@@ -21,6 +21,13 @@ _SHARD_BYTES = 5 * 2**30
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
 
 
+def weight_files(folder: pathlib.Path) -> list[str]:
+    """Names of a folder's weight files, and of their index, in any format."""
+    return sorted(
+        path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES or path.name == WEIGHTS_INDEX
+    )
+
+
 class WeightFiles:
     """The arrays of a folder, by name. An array is read only when `read` is called.
 
@@ -52,7 +59,7 @@ class WeightFiles:
             listed = self._weight_map(index)
             names = sorted(set(listed.values()))
         else:
-            found = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
+            found = weight_files(folder)
             instead = f", and not {found[0]}" if found else ""
             raise ValueError(f"{folder}: expected {WEIGHTS}, or shards and {WEIGHTS_INDEX}{instead}")
         self._stored_as: dict[str, str] = {}

@@ -16,7 +16,7 @@ from rnnlib.hub.config_equivalence import difference
 from rnnlib.hub.config_reader import ConfigKeys, read_json, write_json
 from rnnlib.hub.families import FAMILIES, family_of
 from rnnlib.hub.file_names import CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS_INDEX
-from rnnlib.hub.files import WeightFiles, other_files, replace_folder, shard_names, write_arrays
+from rnnlib.hub.files import WeightFiles, other_files, replace_folder, shard_names, weight_files, write_arrays
 from rnnlib.hub.names import local_folder
 from rnnlib.hub.special_tokens import copy_templates, folder_tokenizer
 from rnnlib.hub.weight_mapping import EMBEDDING, SAVED, Family, Match, match_rows, stored_twice, tied_names
@@ -156,13 +156,17 @@ def pretrained_config(folder: str | os.PathLike[str], *, ignore_keys: Sequence[s
     """The configuration of a published model, without reading its arrays.
 
     Args:
-        folder: as in `load_pretrained`.
+        folder: as in `load_pretrained`; or a folder with a config.json and no weights, for a new model.
         ignore_keys: as in `load_pretrained`.
 
     Raises:
         ValueError: as in `load_pretrained`, except that arrays are not checked.
     """
-    return _read_folder(local_folder(folder), ignore_keys)[2]
+    folder = local_folder(folder)
+    if (folder / CONFIG).is_file() and not weight_files(folder):
+        values = read_json(folder / CONFIG)
+        return read_config(family_of(values, str(folder / CONFIG)), values, str(folder / CONFIG), ignore_keys)
+    return _read_folder(folder, ignore_keys)[2]
 
 
 def _read_folder(

@@ -13,6 +13,7 @@ from flax import nnx
 
 from rnnlib.data import train_tokenizer
 from rnnlib.hub import Pretrained, load_pretrained, pretrained_config, save_pretrained
+from rnnlib.hub.config_equivalence import difference
 from rnnlib.hub.families import family_of
 from rnnlib.hub.pretrained import read_config
 from rnnlib.hub.weight_layouts import FILTER, EqualParts
@@ -184,12 +185,30 @@ def test_a_model_of_no_family_or_another_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"save_pretrained: no family has the mixers efla, expected .*gated_deltanet"):
         save_pretrained(own, tmp_path / "model")
     scaled = DecoderLM(SMALL.replace(mixer_overrides={"gated_deltanet": {"scale": 1.0}}), rngs=nnx.Rngs(0))
-    message = r"the model is not of family 'gated_deltanet': layer 0: scale is 1.0, expected 0.353"
+    message = r"the model is not of family 'gated_deltanet': layers 0, 1: scale is 1.0, expected 0.353\S*$"
     with pytest.raises(ValueError, match=message):
         save_pretrained(scaled, tmp_path / "model", family="gated_deltanet")
+    mixed = SMALL.replace(mixers=("gated_deltanet", "attention"), norm_positions=("input", "output"), norm_eps=1e-5)
+    message = (
+        "norm_eps is 1e-05, expected 1e-06; layer 1: norm position is 'output', expected 'input'; "
+        "layer 1: kind is 'AttentionConfig', expected 'RecurrentMixerConfig'"
+    )
+    assert difference(mixed, SMALL) == message
     with pytest.raises(ValueError, match=r"family is 'gpt2', expected one of "):
         save_pretrained(scaled, tmp_path / "model", family="gpt2")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_new_model_of_a_published_architecture(tmp_path):
+    """From a config.json alone, with other sizes: its family describes it."""
+    published = GOLDEN / "qwen3_next" / "moe" / "config.json"
+    (tmp_path / "architecture").mkdir()
+    shutil.copyfile(published, tmp_path / "architecture" / "config.json")
+    with pytest.raises(ValueError, match=r"architecture: expected model.safetensors"):
+        load_pretrained(tmp_path / "architecture")
+    config = pretrained_config(tmp_path / "architecture").replace(vocabulary_size=97, num_layers=4)
+    save_pretrained(DecoderLM(config, rngs=nnx.Rngs(0)), tmp_path / "new", family="qwen3_next")
+    assert difference(pretrained_config(tmp_path / "new"), config) is None
 
 
 def test_a_write_that_fails_leaves_the_folder_as_it_was(folder, tmp_path, monkeypatch):
