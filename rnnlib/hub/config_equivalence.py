@@ -71,18 +71,25 @@ def difference(config: ModelConfig, other: ModelConfig) -> str | None:
     """
     ours, theirs = computation(config), computation(other)
     differing = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
-    of_other_kind = [name.removesuffix("kind") for name in differing if name.endswith("kind")]
+    kinds = [name for name in differing if name.endswith("kind")]
     layers: dict[tuple[str, str], list[str]] = {}
     for name in differing:
+        if any(_is_said_by(kind, name) for kind in kinds):
+            continue
         layer, _, field = name.partition(": ") if name.startswith("layer ") else ("", "", name)
-        is_of_mixer = not field.startswith(("feed-forward", "norm position"))
-        parts = [part for part in of_other_kind if is_of_mixer or not part.endswith(": ")]  # `layer 0: ` is the mixer
-        if not any(name.startswith(part) and name != f"{part}kind" for part in parts):
-            values = f"{ours.get(name)!r}, expected {theirs.get(name)!r}"
-            layers.setdefault((field, values), []).append(layer.removeprefix("layer "))
+        values = f"{ours.get(name)!r}, expected {theirs.get(name)!r}"
+        layers.setdefault((field, values), []).append(layer.removeprefix("layer "))
     found = [f"{_layers(numbers)}{field} is {values}" for (field, values), numbers in layers.items()]
     more = f"; and {len(found) - _MOST_DIFFERENCES} more" if len(found) > _MOST_DIFFERENCES else ""
     return "; ".join(found[:_MOST_DIFFERENCES]) + more if found else None
+
+
+def _is_said_by(kind: str, name: str) -> bool:
+    """Whether a field is of a part whose kind differs, such as `layer 0: key_heads` where `layer 0: kind` does."""
+    part = kind.removesuffix("kind")
+    is_mixer = part.endswith(": ")  # fields of a layer that are not its mixer's begin like that, too
+    is_of_mixer = not name.removeprefix(part).startswith(("feed-forward", "norm position"))
+    return name != kind and name.startswith(part) and (is_of_mixer or not is_mixer)
 
 
 def _layers(numbers: list[str]) -> str:
