@@ -25,7 +25,7 @@ from experiments.ridge_benchmark.config import METHODS, PRECISIONS, RIDGES, Ridg
 from experiments.ridge_benchmark.inputs import draw
 from rnnlib import ops
 from rnnlib.layers.presets import mixer_preset
-from rnnlib.ops.ridge_solve import Solver
+from rnnlib.ops.ridge_solve import LinearSolver
 
 Arrays = dict[str, Array]
 Compiled = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -50,7 +50,7 @@ def mesanet(x: Arrays, iterations: int, precision: str) -> Array:
         adaptive=False,
         log_decay=x["log_decay"],
         iterations=iterations,
-        solver=Solver("conjugate_gradient", product_dtype=PRODUCT_DTYPES[precision]),
+        solver=LinearSolver("conjugate_gradient", product_dtype=PRODUCT_DTYPES[precision]),
     )
     return ops.linear_attention(solution, x["k"], x["v"], log_decay=x["log_decay"], write=x["beta"], scale=1.0)[0]
 
@@ -64,7 +64,7 @@ def ridge_solution(x: Arrays, method: str, iterations: int, precision: str) -> A
         adaptive=method == "chebyshev",
         log_decay=x["log_decay"],
         iterations=iterations,
-        solver=Solver(method, product_dtype=PRODUCT_DTYPES[precision]),
+        solver=LinearSolver(method, product_dtype=PRODUCT_DTYPES[precision]),
     )[0]
 
 

@@ -4,25 +4,25 @@ import pathlib
 from dataclasses import dataclass
 
 from rnnlib.analysis.ridge_solvers import CHEBYSHEV_AS_PRINTED
-from rnnlib.ops.ridge_solve import Solver
+from rnnlib.ops.ridge_solve import LinearSolver
 
 # "Conjugate gradients, FLA" has the divisors of flash-linear-attention's MesaNet; "as printed" is the paper's algorithm
 # 1, whose iterates the library computes by increments.
-SOLVERS: dict[str, Solver | str] = {
-    "Chebyshev": Solver("chebyshev"),
+SOLVERS: dict[str, LinearSolver | str] = {
+    "Chebyshev": LinearSolver("chebyshev"),
     "Chebyshev, as printed": CHEBYSHEV_AS_PRINTED,
-    "conjugate gradients": Solver("conjugate_gradient"),
-    "conjugate gradients, FLA": Solver("conjugate_gradient", epsilon=1e-5),
-    "Nesterov": Solver("nesterov"),
-    "gradient descent": Solver("gradient_descent"),
+    "conjugate gradients": LinearSolver("conjugate_gradient"),
+    "conjugate gradients, FLA": LinearSolver("conjugate_gradient", epsilon=1e-5),
+    "Nesterov": LinearSolver("nesterov"),
+    "gradient descent": LinearSolver("gradient_descent"),
 }
 GRADIENTS = {
-    "Chebyshev, implicit": Solver("chebyshev"),
-    "Chebyshev, automatic": Solver("chebyshev", "unrolled"),
-    "Chebyshev, reversed": Solver("chebyshev", "reversed"),
-    "conjugate gradients, implicit": Solver("conjugate_gradient"),
-    "conjugate gradients, automatic": Solver("conjugate_gradient", "unrolled"),
-    "conjugate gradients, FLA, implicit": Solver("conjugate_gradient", epsilon=1e-5),
+    "Chebyshev, implicit": LinearSolver("chebyshev"),
+    "Chebyshev, automatic": LinearSolver("chebyshev", "unrolled"),
+    "Chebyshev, reversed": LinearSolver("chebyshev", "reversed"),
+    "conjugate gradients, implicit": LinearSolver("conjugate_gradient"),
+    "conjugate gradients, automatic": LinearSolver("conjugate_gradient", "unrolled"),
+    "conjugate gradients, FLA, implicit": LinearSolver("conjugate_gradient", epsilon=1e-5),
 }
 # What is rounded to bfloat16: nothing; the factors of the solvers' products; these, and all activations.
 PRECISIONS = ("float32", "bfloat16 products", "bfloat16")

@@ -19,7 +19,7 @@ from rnnlib import ops
 from rnnlib.layers import NoDecay, RidgeRegression
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.models.config import DtypeName
-from rnnlib.ops.ridge_solve import Solver
+from rnnlib.ops.ridge_solve import LinearSolver
 
 EXACT = "exact"
 
@@ -35,7 +35,7 @@ def relative_difference(gradient: Any, reference: Any) -> float:
 
 
 def _curves(
-    config: SolverConvergenceConfig, gradient: Callable[[Solver, int, DtypeName], Any], labels: Sequence[str]
+    config: SolverConvergenceConfig, gradient: Callable[[LinearSolver, int, DtypeName], Any], labels: Sequence[str]
 ) -> dict[str, Any]:
     """Relative differences by precision, label and number of iterations; the exact solver's own as a floor.
 
@@ -44,11 +44,11 @@ def _curves(
         gradient: from solver, iterations and dtype to the gradients.
         labels: of `GRADIENTS`; where activations are bfloat16, the implicit ones among them.
     """
-    exact = Solver("exact")
+    exact = LinearSolver("exact")
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilation takes most of the time, and a core each
         reference = pool.submit(gradient, exact, 1, "float64")
 
-        def difference(solver: Solver, iterations: int, dtype: DtypeName) -> Future[float]:
+        def difference(solver: LinearSolver, iterations: int, dtype: DtypeName) -> Future[float]:
             return pool.submit(lambda: relative_difference(gradient(solver, iterations, dtype), reference.result()))
 
         floors = {"float32": difference(exact, 1, "float32"), "bfloat16": difference(exact, 1, "bfloat16")}
@@ -77,13 +77,13 @@ def single_layer(config: SolverConvergenceConfig) -> dict[str, Any]:
     q, k, d_x = (np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (q, k, rng.standard_normal(shape)))
 
     @functools.partial(jax.jit, static_argnames=("solver", "iterations"))
-    def run(q: Array, k: Array, d_x: Array, solver: Solver, iterations: int) -> Any:
+    def run(q: Array, k: Array, d_x: Array, solver: LinearSolver, iterations: int) -> Any:
         def solve(q: Array, k: Array) -> Array:
             return ops.ridge_solve(q, k, ridge=config.ridge, iterations=iterations, solver=solver)[0]
 
         return jax.vjp(solve, q, k)[1](d_x)
 
-    def gradient(solver: Solver, iterations: int, precision: DtypeName) -> Any:
+    def gradient(solver: LinearSolver, iterations: int, precision: DtypeName) -> Any:
         with jax.enable_x64(precision == "float64"):
             arguments = (jnp.asarray(x, precision) for x in (q, k, d_x))
             return jax.tree.map(np.asarray, run(*arguments, solver, iterations))
@@ -91,7 +91,9 @@ def single_layer(config: SolverConvergenceConfig) -> dict[str, Any]:
     return _curves(config, gradient, tuple(GRADIENTS))
 
 
-def model_config(config: SolverConvergenceConfig, solver: Solver, iterations: int, precision: DtypeName) -> ModelConfig:
+def model_config(
+    config: SolverConvergenceConfig, solver: LinearSolver, iterations: int, precision: DtypeName
+) -> ModelConfig:
     """A LLaMA-like model whose attention is replaced by the plain ridge regression, without gates or convolution."""
     width = config.gradient_heads * config.size
     options = {
@@ -127,12 +129,12 @@ def model_config(config: SolverConvergenceConfig, solver: Solver, iterations: in
 def model(config: SolverConvergenceConfig) -> dict[str, Any]:
     """Gradients of all weights for the next-token loss of random tokens."""
     tokens = np.random.default_rng(config.seed + 2).integers(0, config.vocabulary, (1, config.gradient_length + 1))
-    initial = model_config(config, Solver(), 1, "float32")
+    initial = model_config(config, LinearSolver(), 1, "float32")
     weights = jax.tree.map(
         np.asarray, nnx.to_pure_dict(nnx.state(DecoderLM(initial, rngs=nnx.Rngs(config.seed)), nnx.Param))
     )
 
-    def gradient(solver: Solver, iterations: int, precision: DtypeName) -> Any:
+    def gradient(solver: LinearSolver, iterations: int, precision: DtypeName) -> Any:
         settings = model_config(config, solver, iterations, precision)
         with jax.enable_x64(precision == "float64"):
             graph, state = nnx.split(nnx.eval_shape(lambda: DecoderLM(settings, rngs=nnx.Rngs(config.seed))))

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from rnnlib.ops import chunk
-from rnnlib.ops.ridge_solve import Solver
+from rnnlib.ops.ridge_solve import LinearSolver
 from rnnlib.ops.ridge_solve import gram as grams
 from rnnlib.ops.ridge_solve.inputs import norm_from_square
 from rnnlib.ops.ridge_solve.reverse import undo_step, weight_schedule
@@ -44,7 +44,7 @@ class RidgeSystems(NamedTuple):
     norm: Array
     ridge: Array
 
-    def product(self, solver: Solver) -> Product:
+    def product(self, solver: LinearSolver) -> Product:
         """The function `x -> H_t x_t` in the solver's precision."""
         return grams.gram_product(solver, self.k, self.decay, self.states)
 
@@ -104,7 +104,9 @@ class ResidualHistory(NamedTuple):
     median_bare: np.ndarray
 
 
-def residual_history(systems: RidgeSystems, solver: Solver | str, iterations: int, arithmetic: str) -> ResidualHistory:
+def residual_history(
+    systems: RidgeSystems, solver: LinearSolver | str, iterations: int, arithmetic: str
+) -> ResidualHistory:
     """Runs a solver and measures each iterate's residual in float64; right-hand sides have norm 1.
 
     Args:
@@ -131,7 +133,7 @@ def _chebyshev_as_printed(product: Product, b: Array, ridge: Array, norm: Array)
     return (step * b, jnp.zeros_like(b), jnp.full_like(step, 2)), iterate
 
 
-def _run(systems: RidgeSystems, solver: Solver | str, arithmetic: str) -> tuple[Any, Any]:
+def _run(systems: RidgeSystems, solver: LinearSolver | str, arithmetic: str) -> tuple[Any, Any]:
     """The iteration's start and step in an arithmetic."""
     if arithmetic not in ARITHMETICS:
         raise ValueError(f"residual_history: arithmetic is {arithmetic!r}, expected one of {ARITHMETICS}")
@@ -140,8 +142,10 @@ def _run(systems: RidgeSystems, solver: Solver | str, arithmetic: str) -> tuple[
     product_dtype = jnp.bfloat16 if rounded else None
     if isinstance(solver, str):
         if solver != CHEBYSHEV_AS_PRINTED:
-            raise ValueError(f"residual_history: solver is {solver!r}, expected a Solver or {CHEBYSHEV_AS_PRINTED!r}")
-        start, step = _chebyshev_as_printed(s.product(Solver(product_dtype=product_dtype)), s.q, s.ridge, s.norm)
+            raise ValueError(
+                f"residual_history: solver is {solver!r}, expected a LinearSolver or {CHEBYSHEV_AS_PRINTED!r}"
+            )
+        start, step = _chebyshev_as_printed(s.product(LinearSolver(product_dtype=product_dtype)), s.q, s.ridge, s.norm)
     else:
         solver = dataclasses.replace(solver, product_dtype=product_dtype)
         start, step = iteration(solver, s.product(solver), s.q, s.ridge, s.norm)
@@ -156,10 +160,10 @@ def _run(systems: RidgeSystems, solver: Solver | str, arithmetic: str) -> tuple[
 
 @functools.partial(jax.jit, static_argnames=("solver", "iterations", "arithmetic"))
 def _residuals(
-    systems: RidgeSystems, solver: Solver | str, iterations: int, arithmetic: str
+    systems: RidgeSystems, solver: LinearSolver | str, iterations: int, arithmetic: str
 ) -> tuple[Array, Array, Array]:
     start, step = _run(systems, solver, arithmetic)
-    product = systems.product(Solver())
+    product = systems.product(LinearSolver())
 
     def measure(carry: Any, _: None) -> tuple[Any, tuple[Array, Array, Array]]:
         x = carry[0].astype(jnp.float64)
@@ -228,7 +232,7 @@ def conjugate_gradient_divisors(systems: RidgeSystems, iterations: int, arithmet
 
 @functools.partial(jax.jit, static_argnames=("iterations", "arithmetic"))
 def _ratios(systems: RidgeSystems, iterations: int, arithmetic: str) -> tuple[Array, Array]:
-    start, step = _run(systems, Solver("conjugate_gradient"), arithmetic)
+    start, step = _run(systems, LinearSolver("conjugate_gradient"), arithmetic)
 
     def measure(carry: Any, _: None) -> tuple[Any, tuple[Array, Array]]:
         carry = step(carry)
@@ -257,12 +261,12 @@ def recovered_iterates(systems: RidgeSystems, method: str, iterations: int, arit
 
 @functools.partial(jax.jit, static_argnames=("method", "iterations", "arithmetic"))
 def _recover(systems: RidgeSystems, method: str, iterations: int, arithmetic: str) -> Array:
-    solver = Solver(method.split(",")[0])
+    solver = LinearSolver(method.split(",")[0])
     start, step = _run(systems, solver, arithmetic)
     end, before = jax.lax.scan(lambda carry, _: (step(carry), carry), start, None, length=iterations)
     visited = jnp.concatenate([before[0], end[0][None]])  # [iterations + 1, ...]
     s = systems.cast(visited.dtype)
-    product = s.product(Solver(product_dtype=jnp.bfloat16 if arithmetic.startswith("bfloat16") else None))
+    product = s.product(LinearSolver(product_dtype=jnp.bfloat16 if arithmetic.startswith("bfloat16") else None))
 
     def matrix_product(x: Array) -> Array:
         return product(x) + s.ridge * x

@@ -16,7 +16,7 @@ from rnnlib.layers.array_types import SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.input_projection import ProjectedInput
 from rnnlib.layers.solve import OperatorOptions, RecurrenceInputs, SolveConfig, Solver, expect_no_previous
-from rnnlib.ops.ridge_solve import Solver as RidgeMethod
+from rnnlib.ops.ridge_solve import LinearSolver
 
 
 class FixedProjection(nnx.Variable):
@@ -49,8 +49,8 @@ class RidgeRegression(SolveConfig):
         lower_bound: of a learned ridge.
         solver: `"chebyshev"`, `"conjugate_gradient"`, `"gradient_descent"`, `"nesterov"` or `"exact"`.
         iterations: of the solver.
-        differentiation: `"implicit"`, `"unrolled"` or `"reversed"`, see `rnnlib.ops.ridge_solve.Solver`.
-        product_dtype: what the solver's products are rounded to, see `rnnlib.ops.ridge_solve.Solver`.
+        differentiation: `"implicit"`, `"unrolled"` or `"reversed"`, see `rnnlib.ops.ridge_solve.LinearSolver`.
+        product_dtype: what the solver's products are rounded to, see `rnnlib.ops.ridge_solve.LinearSolver`.
         epsilon: added to the divisors of conjugate gradients.
         alpha_connection: reads with `q + alpha (x - q)`, `alpha = sigmoid(W x + b)` per head (Gated KalmaNet, section
             4.3).
@@ -81,9 +81,9 @@ class RidgeRegression(SolveConfig):
                 f"RidgeRegression: lower_bound is {self.lower_bound}, expected at least 0, below ridge = {self.ridge}"
             )
 
-    def method(self) -> RidgeMethod:
+    def linear_solver(self) -> LinearSolver:
         """The operator's solver."""
-        return RidgeMethod(self.solver, self.differentiation, self.product_dtype, self.epsilon)
+        return LinearSolver(self.solver, self.differentiation, self.product_dtype, self.epsilon)
 
     def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "RidgeSolver":
         """Builds the module.
@@ -91,7 +91,7 @@ class RidgeRegression(SolveConfig):
         Raises:
             ValueError: value heads share key heads, the sketch is larger than a key, or there is no such solver.
         """
-        self.method()
+        self.linear_solver()
         if shape.group != 1:
             raise ValueError(
                 f"RidgeRegression: expected as many value heads as the {shape.key_heads} key heads, whose Gram "
@@ -206,7 +206,7 @@ class RidgeSolver(Solver):
             ridge=config.ridge if self.ridge is None else self._learned_ridge(),
             adaptive=config.adaptive,
             iterations=config.iterations,
-            solver=config.method(),
+            solver=config.linear_solver(),
             initial_gram=gram,
             **shared,
         )

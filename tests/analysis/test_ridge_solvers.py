@@ -15,7 +15,7 @@ from rnnlib.analysis.ridge_solvers import (
     recovered_iterates,
     residual_history,
 )
-from rnnlib.ops.ridge_solve import Solver
+from rnnlib.ops.ridge_solve import LinearSolver
 
 STEPS = 30
 
@@ -33,14 +33,15 @@ def test_systems_are_the_layers():
     assert norm[0, 0, 1, 19, 0] == pytest.approx(np.linalg.norm(gram))
     np.testing.assert_allclose(s.ridge, 0.05 * norm)
     with jax.enable_x64(True):
-        images = np.asarray(jax.jit(s.product(Solver()))(jnp.broadcast_to(s.q[..., :1, :], s.q.shape)))
+        images = np.asarray(jax.jit(s.product(LinearSolver()))(jnp.broadcast_to(s.q[..., :1, :], s.q.shape)))
     np.testing.assert_allclose(images[0, 0, 1, 19], gram @ np.asarray(s.q)[0, 0, 1, 0], atol=1e-12)
     np.testing.assert_allclose(np.linalg.norm(s.q, axis=-1), 1)
 
 
 def test_residuals_fall_as_far_as_the_arithmetic_lets_them():
     chebyshev = {
-        name: residual_history(systems(), Solver(), STEPS, name) for name in ("float64", "float32", "bfloat16 products")
+        name: residual_history(systems(), LinearSolver(), STEPS, name)
+        for name in ("float64", "float32", "bfloat16 products")
     }
     exact = chebyshev["float64"].largest
     assert exact.shape == (STEPS + 1,)
@@ -56,9 +57,9 @@ def test_residuals_fall_as_far_as_the_arithmetic_lets_them():
 
 def test_printed_and_incremental_chebyshev_are_the_same_iteration():
     printed = residual_history(systems(), CHEBYSHEV_AS_PRINTED, STEPS, "float64")
-    increments = residual_history(systems(), Solver(), STEPS, "float64")
+    increments = residual_history(systems(), LinearSolver(), STEPS, "float64")
     np.testing.assert_allclose(printed.largest, increments.largest, rtol=1e-6)
-    with pytest.raises(ValueError, match="solver is 'chebyshev', expected a Solver or 'chebyshev as printed'"):
+    with pytest.raises(ValueError, match="solver is 'chebyshev', expected a LinearSolver or 'chebyshev as printed'"):
         residual_history(systems(), "chebyshev", STEPS, "float64")
 
 
@@ -101,4 +102,4 @@ def test_bad_values_are_named():
     with pytest.raises(ValueError, match=r"ridge is 0\.0, expected a positive number"):
         random_systems(batch=1, length=64, heads=1, size=4, ridge=0.0)
     with pytest.raises(ValueError, match="arithmetic is 'float16', expected one of"):
-        residual_history(systems(), Solver(), 1, "float16")
+        residual_history(systems(), LinearSolver(), 1, "float16")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax import Array
 
 from rnnlib import ops
-from rnnlib.ops.ridge_solve import Solver
+from rnnlib.ops.ridge_solve import LinearSolver
 from tests.compiling import LOOP_OPTIONS
 
 EXTREME_LOG_DECAYS = (0.0, -0.01, -1.0, -20.0, -1000.0, -np.inf)
@@ -21,7 +21,7 @@ class Call:
     """What a compiled call depends on: sizes and options. Cases of one call differ in numbers only."""
 
     shape: tuple[int, int, int, int] = (2, 37, 2, 8)  # B, T, H, K
-    solver: Solver = Solver()  # noqa: RUF009 (frozen)
+    solver: LinearSolver = LinearSolver()  # noqa: RUF009 (frozen)
     adaptive: bool = True
     iterations: int = 30
     by_channel: bool = False
@@ -126,7 +126,7 @@ def run(call: Call, implementation: str, arguments: dict[str, Array], *, chunk_s
 def reference(call: Call, arguments: dict[str, Array]) -> dict[str, np.ndarray]:
     """The scan in float64 on the very numbers in `arguments`; derivatives of reversed iterations are the unrolled's."""
     if call.solver.differentiation == "reversed":
-        call = dataclasses.replace(call, solver=Solver(call.solver.method, "unrolled"))
+        call = dataclasses.replace(call, solver=LinearSolver(call.solver.method, "unrolled"))
     with jax.enable_x64(True):
         exact = {
             name: jnp.asarray(x) if name == "segment_ids" else jnp.asarray(np.asarray(x, np.float64))

@@ -8,7 +8,7 @@ from flax import nnx
 
 from rnnlib import ops
 from rnnlib.models import DecoderLM
-from rnnlib.ops.ridge_solve import Solver
+from rnnlib.ops.ridge_solve import LinearSolver
 from tests.ops.test_further_derivatives import LENGTH, linear, preconditioner, rule, rule_arguments
 from tests.selection import mostly_slow
 from tests.tiny_models import tiny_config
@@ -54,7 +54,7 @@ def test_a_linearized_rule_over_several_chunks_has_its_gradient_as_transpose():
     np.testing.assert_allclose(forwards, sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradients, vector))), rtol=1e-4)
 
 
-@pytest.mark.parametrize("solver", [Solver(), Solver("exact")], ids=lambda solver: solver.method)
+@pytest.mark.parametrize("solver", [LinearSolver(), LinearSolver("exact")], ids=lambda solver: solver.method)
 def test_tangents_of_the_solve_by_scan_are_its_gradients(solver):
     """Also far from convergence: a tangent is solved for by the iterations that a gradient is."""
     x = {name: 3 * array for name, array in rule_arguments().items() if name in ("q", "k", "log_decay")}

@@ -11,12 +11,12 @@ from hypothesis import example, settings
 
 from rnnlib import ops
 from rnnlib.ops import chunk_blocks
-from rnnlib.ops.ridge_solve import Solver
+from rnnlib.ops.ridge_solve import LinearSolver
 from tests.jaxprs import equations
 from tests.ops.ridge import Call, assert_close, given_cases, reference, relative_error, run
 
 GKA = Call()
-MESA = Call(shape=(1, 150, 2, 12), solver=Solver("conjugate_gradient"), adaptive=False, by_channel=True)
+MESA = Call(shape=(1, 150, 2, 12), solver=LinearSolver("conjugate_gradient"), adaptive=False, by_channel=True)
 CALLS = (GKA, MESA)
 
 
@@ -49,12 +49,12 @@ def test_blocks_of_a_tpu_are_the_scan(monkeypatch, call, matrices):
 @pytest.mark.parametrize(
     "call",
     [
-        dataclasses.replace(GKA, solver=Solver("nesterov"), by_channel=True, iterations=7),
+        dataclasses.replace(GKA, solver=LinearSolver("nesterov"), by_channel=True, iterations=7),
         pytest.param(
-            dataclasses.replace(GKA, solver=Solver("gradient_descent"), bare=True, iterations=7),
+            dataclasses.replace(GKA, solver=LinearSolver("gradient_descent"), bare=True, iterations=7),
             marks=pytest.mark.slow,
         ),
-        dataclasses.replace(GKA, solver=Solver("conjugate_gradient", "unrolled"), iterations=4),
+        dataclasses.replace(GKA, solver=LinearSolver("conjugate_gradient", "unrolled"), iterations=4),
         dataclasses.replace(GKA, shape=(1, 1, 1, 3), adaptive=False, iterations=7),
     ],
     ids=["nesterov", "bare", "unrolled", "one token"],
@@ -186,7 +186,7 @@ def test_segments_are_separate_documents_and_the_gram_carries_over_a_cut(impleme
     np.testing.assert_allclose(final, gram, atol=1e-5)
 
 
-@pytest.mark.parametrize("solver", [Solver(), Solver("chebyshev", "reversed")])
+@pytest.mark.parametrize("solver", [LinearSolver(), LinearSolver("chebyshev", "reversed")])
 def test_chunks_form_no_gram_matrix_but_at_their_boundaries(solver):
     """Forward and backward; beside its arguments the backward keeps the last iterates, and no state at all."""
     call = dataclasses.replace(GKA, shape=(1, 256, 1, 128), solver=solver, bare=True)
@@ -212,7 +212,7 @@ def test_rounded_products():
     solve = jax.jit(ops.ridge_solve, static_argnames=("solver", "implementation"))
     exact = solve(**arguments)[0]
     for implementation in ("scan", "chunked"):
-        rounded = solve(**arguments, solver=Solver(product_dtype=jnp.bfloat16), implementation=implementation)[0]
+        rounded = solve(**arguments, solver=LinearSolver(product_dtype=jnp.bfloat16), implementation=implementation)[0]
         assert 1e-4 < relative_error(rounded, exact) < 5e-2
 
 
@@ -269,16 +269,16 @@ def test_shard_map_over_batch_and_heads():
         ({"iterations": 3.0}, ValueError, "iterations is 3.0, expected an integer of at least 1"),
         ({"solver": None}, TypeError, "solver is None, expected one of"),
         ({"chunk_size": 60}, ValueError, "chunk_size is 60, expected 16"),
-        ({"solver": "jacobi"}, ValueError, "solver is 'jacobi', expected one of .* or a Solver"),
+        ({"solver": "jacobi"}, ValueError, "solver is 'jacobi', expected one of .* or a LinearSolver"),
         ({"implementation": "triton", "chunk_size": 32}, NotImplementedError, ".* does not support chunk_size 32"),
         (
-            {"implementation": "triton", "solver": Solver(differentiation="unrolled")},
+            {"implementation": "triton", "solver": LinearSolver(differentiation="unrolled")},
             NotImplementedError,
             ".* does not support differentiation 'unrolled'",
         ),
         ({"solver": "exact", "implementation": "chunked"}, NotImplementedError, ".* exact solver, which factorises"),
         (
-            {"solver": Solver("chebyshev", "reversed"), "implementation": "scan"},
+            {"solver": LinearSolver("chebyshev", "reversed"), "implementation": "scan"},
             NotImplementedError,
             ".* running backwards through the iterations",
         ),
@@ -297,8 +297,8 @@ def test_a_ridge_that_jit_makes_an_argument_does_not_widen_the_rest(x64):
 
 def test_bad_solvers_are_named(unchecked_shapes):
     with pytest.raises(ValueError, match="differentiation is 'forward', expected one of"):
-        Solver(differentiation="forward")
+        LinearSolver(differentiation="forward")
     with pytest.raises(ValueError, match="only 'chebyshev' runs reversed, method is 'nesterov'"):
-        Solver("nesterov", "reversed")
+        LinearSolver("nesterov", "reversed")
     with pytest.raises(ValueError, match="epsilon is 1e-05, expected 0, or above it for 'conjugate_gradient'"):
-        Solver(epsilon=1e-5)
+        LinearSolver(epsilon=1e-5)

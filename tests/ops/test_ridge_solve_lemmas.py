@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rnnlib import ops
-from rnnlib.ops.ridge_solve import Solver
+from rnnlib.ops.ridge_solve import LinearSolver
 from rnnlib.ops.ridge_solve.reverse import weight_schedule
 from rnnlib.ops.ridge_solve.solvers import iterate, limit_weight
 from tests.ops.ridge import Call, assert_close, relative_error, run
@@ -24,7 +24,7 @@ def test_lemma_2(x64, method):
     d_x, _ = Call().cotangents(jnp.float64)
 
     def gradient(q, differentiation):
-        solver = Solver(method, differentiation)
+        solver = LinearSolver(method, differentiation)
 
         def solve(q):
             return ops.ridge_solve(**(arguments | {"q": q}), iterations=6, solver=solver, implementation="chunked")[0]
@@ -44,7 +44,7 @@ def test_reversed_iterations_are_unrolled_ones(x64):
     call = Call(iterations=12, by_channel=True)
     arguments = call.arguments(jnp.float64)
     unrolled, backwards = (
-        run(dataclasses.replace(call, solver=Solver("chebyshev", differentiation)), "chunked", arguments)
+        run(dataclasses.replace(call, solver=LinearSolver("chebyshev", differentiation)), "chunked", arguments)
         for differentiation in ("unrolled", "reversed")
     )
     assert_close(backwards, unrolled, 1e-9)
@@ -54,7 +54,7 @@ def test_reversed_iterations_are_unrolled_ones(x64):
 def converged():
     """A solve with its exact solutions and gradients, its arguments, and its cotangents, in float64."""
     with jax.enable_x64(True):
-        call = Call(solver=Solver("exact", "unrolled"))
+        call = Call(solver=LinearSolver("exact", "unrolled"))
         arguments = call.arguments(jnp.float64)
         return arguments, run(call, "scan", arguments), [np.asarray(x) for x in call.cotangents(jnp.float64)]
 
@@ -137,7 +137,7 @@ def system():
 
 
 def residuals(system, method, counts):
-    solver = method if isinstance(method, Solver) else Solver(method)
+    solver = method if isinstance(method, LinearSolver) else LinearSolver(method)
     with jax.enable_x64(True):
         gram, ridge, norm, b = (jnp.asarray(x) for x in system)
         matrix = gram + ridge * jnp.eye(20)
@@ -169,7 +169,7 @@ def test_rates_of_the_other_methods(system):
     (conjugate,), _, _ = residuals(system, "conjugate_gradient", (20,))
     assert conjugate < 1e-9 * start
     # Flash-linear-attention's divisors keep it from getting there.
-    (stopped,), _, _ = residuals(system, Solver("conjugate_gradient", epsilon=1e-5), (40,))
+    (stopped,), _, _ = residuals(system, LinearSolver("conjugate_gradient", epsilon=1e-5), (40,))
     assert 1e-4 < stopped < 1e-2
     (chebyshev,), _, _ = residuals(system, "chebyshev", (40,))
     assert chebyshev < nesterov[0]

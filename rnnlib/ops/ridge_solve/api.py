@@ -26,7 +26,7 @@ from rnnlib.ops.linear_attention import linear_attention
 from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
 from rnnlib.ops.ridge_solve.pallas import ridge_solve_triton, ridge_unsupported_reason
 from rnnlib.ops.ridge_solve.reference import ridge_solve_scan
-from rnnlib.ops.ridge_solve.solvers import METHODS, Solver
+from rnnlib.ops.ridge_solve.solvers import METHODS, LinearSolver
 from rnnlib.ops.ridge_solve.xla_chunked import ridge_solve_chunked
 from rnnlib.ops.sharding import split_over_mesh
 
@@ -42,7 +42,7 @@ def ridge_solve(
     adaptive: bool = True,
     log_decay: Float[Array, "B T H"] | None = None,
     iterations: int = 30,
-    solver: str | Solver = "chebyshev",
+    solver: str | LinearSolver = "chebyshev",
     initial_gram: Float[Array, "B H K K"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     chunk_size: int = 64,
@@ -62,8 +62,8 @@ def ridge_solve(
     The gradient is the gradient of the exact solution, computed by a second solve with the same method (implicit
     differentiation; Gated KalmaNet, table 1). For the methods other than conjugate gradients, which apply a fixed
     polynomial of a symmetric matrix, the gradient of `q` is exact after any number of iterations (lemma 2); the errors
-    of the other gradients fall with the iterations. `Solver` has exact alternatives. `jax.jvp` of the solve itself goes
-    through `Solver(differentiation="unrolled")` alone.
+    of the other gradients fall with the iterations. `LinearSolver` has exact alternatives. `jax.jvp` of the solve
+    itself goes through `LinearSolver(differentiation="unrolled")` alone.
 
     Args:
         q: queries.
@@ -74,8 +74,8 @@ def ridge_solve(
         log_decay: natural logarithm of the decay, `<= 0` (-inf is a hard reset); None is no decay.
         iterations: of the solver, at least 1; `"exact"` has none.
         solver: `"chebyshev"`, `"conjugate_gradient"`, `"gradient_descent"`, `"nesterov"`, `"exact"` (Cholesky), or a
-            `Solver`, which also says how to differentiate and in which precision to multiply. All start from zero. All
-            but conjugate gradients take one gradient step that does not count as an iteration.
+            `LinearSolver`, which also says how to differentiate and in which precision to multiply. All start from
+            zero. All but conjugate gradients take one gradient step that does not count as an iteration.
         initial_gram: the Gram matrix before the first token, symmetric and positive semidefinite; None is zero. Its
             symmetric part is used.
         segment_ids: documents packed into a row: the Gram matrix restarts where the id changes. The first token
@@ -151,12 +151,12 @@ def ridge_solve(
     return out, of_last(final, axis)
 
 
-def _checked_solver(solver: str | Solver) -> Solver:
+def _checked_solver(solver: str | LinearSolver) -> LinearSolver:
     """The solver that the argument means."""
-    if isinstance(solver, Solver):
+    if isinstance(solver, LinearSolver):
         return solver
     if not isinstance(solver, str):
-        raise TypeError(f"{_NAME}: solver is {solver!r}, expected one of {METHODS} or a Solver")
+        raise TypeError(f"{_NAME}: solver is {solver!r}, expected one of {METHODS} or a LinearSolver")
     if solver not in METHODS:
-        raise ValueError(f"{_NAME}: solver is {solver!r}, expected one of {METHODS} or a Solver")
-    return Solver(solver)
+        raise ValueError(f"{_NAME}: solver is {solver!r}, expected one of {METHODS} or a LinearSolver")
+    return LinearSolver(solver)

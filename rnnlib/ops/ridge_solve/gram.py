@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops import chunk
-from rnnlib.ops.ridge_solve.solvers import Product, Solver
+from rnnlib.ops.ridge_solve.solvers import LinearSolver, Product
 
 
 class Decays(NamedTuple):
@@ -69,7 +69,7 @@ def chunk_states(k: Array, decay: Decays, initial: Array) -> tuple[Array, Array]
     return states, final
 
 
-def gram_product(solver: Solver, k: Array, decay: Decays, states: Array) -> Product:
+def gram_product(solver: LinearSolver, k: Array, decay: Decays, states: Array) -> Product:
     """The function `x -> H_t x_t` on `[..., C, K]`, in the solver's precision."""
 
     def product(x: Array) -> Array:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from rnnlib.ops.ridge_solve.solvers import Solver
+from rnnlib.ops.ridge_solve.solvers import LinearSolver
 
 # A Gram matrix with a Frobenius norm up to this floor counts as zero, and its solution is zero. Gradients grow like the
 # inverse cube of the norm. The floor keeps them finite in float32.
@@ -39,7 +39,7 @@ class SolveOptions(NamedTuple):
 
     adaptive: bool
     iterations: int
-    solver: Solver
+    solver: LinearSolver
 
 
 def norm_from_square(square: Array) -> Array:

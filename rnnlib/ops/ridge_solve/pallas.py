@@ -10,11 +10,11 @@ from jax import Array
 from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
-from rnnlib.ops.ridge_solve.solvers import Solver
+from rnnlib.ops.ridge_solve.solvers import LinearSolver
 from rnnlib.ops.ridge_solve.xla_chunked import ridge_solve_chunked
 
 
-def _precision(solver: Solver, inputs: RidgeInputs) -> str | None:
+def _precision(solver: LinearSolver, inputs: RidgeInputs) -> str | None:
     """The kernels' name for the precision of products; None leaves the choice to them."""
     if solver.product_dtype is None:
         return None

@@ -17,10 +17,10 @@ from rnnlib.ops.ridge_solve.inputs import (
     solvable,
     symmetric,
 )
-from rnnlib.ops.ridge_solve.solvers import Solver, cholesky_solve, iterate
+from rnnlib.ops.ridge_solve.solvers import LinearSolver, cholesky_solve, iterate
 
 
-def solve_gram(solver: Solver, iterations: int, gram: Array, b: Array, ridge: Array, norm: Array) -> Array:
+def solve_gram(solver: LinearSolver, iterations: int, gram: Array, b: Array, ridge: Array, norm: Array) -> Array:
     """Solves `(gram + Diag(ridge)) x = b` for a Gram matrix in memory.
 
     Args:
@@ -40,7 +40,7 @@ def solve_gram(solver: Solver, iterations: int, gram: Array, b: Array, ridge: Ar
     return iterate(solver, product, b, ridge, norm, iterations)[0]
 
 
-def _solve_implicit(solver: Solver, iterations: int, gram: Array, b: Array, ridge: Array, norm: Array) -> Array:
+def _solve_implicit(solver: LinearSolver, iterations: int, gram: Array, b: Array, ridge: Array, norm: Array) -> Array:
     """`solve_gram`, differentiated as the exact solution is (Gated KalmaNet, equations 6 and 22).
 
     Tangents and gradients are solved for by the same method. The norm has none: it only bounds eigenvalues.

@@ -20,7 +20,7 @@ Product = Callable[[Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Solver:
+class LinearSolver:
     """How `rnnlib.ops.ridge_solve` solves and how it is differentiated.
 
     Attributes:
@@ -46,13 +46,17 @@ class Solver:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ValueError(f"Solver: method is {self.method!r}, expected one of {METHODS}")
+            raise ValueError(f"LinearSolver: method is {self.method!r}, expected one of {METHODS}")
         if self.differentiation not in DIFFERENTIATIONS:
-            raise ValueError(f"Solver: differentiation is {self.differentiation!r}, expected one of {DIFFERENTIATIONS}")
+            raise ValueError(
+                f"LinearSolver: differentiation is {self.differentiation!r}, expected one of {DIFFERENTIATIONS}"
+            )
         if self.differentiation == "reversed" and self.method != "chebyshev":
-            raise ValueError(f"Solver: only 'chebyshev' runs reversed, method is {self.method!r}")
+            raise ValueError(f"LinearSolver: only 'chebyshev' runs reversed, method is {self.method!r}")
         if self.epsilon < 0 or (self.epsilon > 0 and self.method != "conjugate_gradient"):
-            raise ValueError(f"Solver: epsilon is {self.epsilon}, expected 0, or above it for 'conjugate_gradient'")
+            raise ValueError(
+                f"LinearSolver: epsilon is {self.epsilon}, expected 0, or above it for 'conjugate_gradient'"
+            )
 
     def product(self, *factors: Array) -> Array:
         """The matrix product of `factors`, from left to right, each rounded as this solver says."""
@@ -220,7 +224,7 @@ _ITERATIONS = {
 
 
 def iteration(
-    solver: Solver, product: Product, b: Array, ridge: Array, norm: Array
+    solver: LinearSolver, product: Product, b: Array, ridge: Array, norm: Array
 ) -> tuple[Any, Callable[[Any], Any]]:
     """An iterative method as its start and its step, for callers that look at every iterate.
 
@@ -239,7 +243,7 @@ def iteration(
     return _ITERATIONS[solver.method](product, b, ridge, norm)
 
 
-def iterate(solver: Solver, product: Product, b: Array, ridge: Array, norm: Array, iterations: int) -> Any:
+def iterate(solver: LinearSolver, product: Product, b: Array, ridge: Array, norm: Array, iterations: int) -> Any:
     """Runs `iterations` steps of a method; arguments as `iteration`.
 
     Conjugate gradients square the right-hand side, so they run in units of `b`'s size. Otherwise the square of a tiny

@@ -16,7 +16,7 @@ from pallas_kernels.ridge.api import ridge_solve
 from pallas_kernels.ridge.config import RidgeConfig
 from rnnlib import ops
 from rnnlib.models import DecoderLM, ModelConfig
-from rnnlib.ops.ridge_solve import Solver
+from rnnlib.ops.ridge_solve import LinearSolver
 from tests.ops.ridge import Call, assert_close, given_cases, reference, relative_error, run
 from tests.pallas_kernels.cases import assert_transformations_agree
 from tests.pallas_kernels.test_lowering import H200, count_kernels
@@ -24,7 +24,7 @@ from tests.selection import mostly_slow
 
 # Three chunks, the last incomplete, and channels padded.
 GKA = Call(shape=(1, 150, 2, 12))
-MESA = Call(shape=(1, 70, 1, 16), solver=Solver("conjugate_gradient"), adaptive=False, by_channel=True)
+MESA = Call(shape=(1, 70, 1, 16), solver=LinearSolver("conjugate_gradient"), adaptive=False, by_channel=True)
 
 
 def arguments_of(call, dtype, **options):
@@ -50,9 +50,9 @@ def test_kernels_are_the_scan(call, values, segments, seed):
 @pytest.mark.parametrize(
     "call",
     [
-        Call(shape=(1, 80, 1, 16), solver=Solver("nesterov"), by_channel=True, iterations=7),
+        Call(shape=(1, 80, 1, 16), solver=LinearSolver("nesterov"), by_channel=True, iterations=7),
         pytest.param(
-            Call(shape=(1, 64, 2, 16), solver=Solver("gradient_descent"), bare=True, iterations=7),
+            Call(shape=(1, 64, 2, 16), solver=LinearSolver("gradient_descent"), bare=True, iterations=7),
             marks=pytest.mark.slow,
         ),
         Call(shape=(2, 1, 1, 16), adaptive=False, iterations=7),
@@ -92,18 +92,18 @@ def test_condition_beyond_that_of_bfloat16_needs_precise_products(product_dtype,
 
     A constant ridge bounds no condition number, so that precise products are its default.
     """
-    solver = Solver("conjugate_gradient", product_dtype=product_dtype)
+    solver = LinearSolver("conjugate_gradient", product_dtype=product_dtype)
     call = dataclasses.replace(MESA, shape=(1, 20, 1, 64), solver=solver)
     arguments = arguments_of(call, jnp.bfloat16, segments="one")
     arguments["initial_gram"] = arguments["initial_gram"] * 150 / np.linalg.norm(arguments["initial_gram"], 2, (-2, -1))
-    expected = reference(dataclasses.replace(call, solver=Solver("conjugate_gradient")), arguments)
+    expected = reference(dataclasses.replace(call, solver=LinearSolver("conjugate_gradient")), arguments)
     assert low < relative_error(run(call, "triton", arguments)["x"], expected["x"]) < high
 
 
 @pytest.mark.parametrize("shape", [(1, 100, 2, 32), pytest.param((2, 300, 2, 32), marks=pytest.mark.gpu)], ids=str)
 def test_mixed_precision_is_as_exact_as_two_parts(shape):
     """Well-conditioned chunks in float16, those of a head with an eigenvalue of 3000 ridges in two parts."""
-    call = Call(shape, Solver("conjugate_gradient"), adaptive=False, by_channel=True)
+    call = Call(shape, LinearSolver("conjugate_gradient"), adaptive=False, by_channel=True)
     arguments = arguments_of(call, jnp.bfloat16, segments="one")
     arguments["initial_gram"] = arguments["initial_gram"].at[:, 1].multiply(10.0)
     expected, actual = reference(call, arguments), run(call, "triton", arguments)
@@ -265,7 +265,7 @@ def test_scan_of_many_chunks_loads_ahead():
 def test_on_a_gpu(solver, values, size, dtype):
     """The same cases at sizes that models have."""
     adaptive = solver == "chebyshev"
-    call = Call(shape=(2, 700, 2, size), solver=Solver(solver), adaptive=adaptive, by_channel=not adaptive)
+    call = Call(shape=(2, 700, 2, size), solver=LinearSolver(solver), adaptive=adaptive, by_channel=not adaptive)
     arguments = arguments_of(call, dtype, values=values)
     if dtype == jnp.bfloat16:  # as large as three unit keys make it: see what condition bfloat16 allows, above
         arguments["initial_gram"] = arguments["initial_gram"] / size
