@@ -70,9 +70,7 @@ def jobs(name: str, setting: str, outputs: Sequence[pathlib.Path]) -> list[Job]:
 def _train_theirs(material: Material) -> dict[str, Any]:
     """A run of flash-linear-attention, in a process of its own after those that compile."""
     files = dataclasses.astuple(material)
-    # A search of a process that only compiles would be taken over by the one that trains.
-    variables = {"FLA_CACHE_RESULTS": "0"}
-    children = [Child(PEER, *files, "compile", n, COMPILERS, variables=variables) for n in range(COMPILERS)]
+    children = [Child(PEER, *files, "compile", n, COMPILERS) for n in range(COMPILERS)]
     for child in children:
         if failure := child.finish()[1]:
             print(f"compiling: {last_line(failure)}", flush=True)  # the run compiles what they did not

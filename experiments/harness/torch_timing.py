@@ -40,11 +40,9 @@ def timed_record(call: Callable[[], Any], repeats: int, left_out: tuple[str, ...
 
 def short_trials(*, once: bool) -> None:
     """Makes Triton's search spend 25 ms a candidate, or (`once`) just compile each candidate and keep no choice."""
-    import triton.runtime.cache
     import triton.testing
 
-    search, cache = triton.testing.do_bench, triton.runtime.cache.FileCacheManager
-    put = cache.put
+    search = triton.testing.do_bench
 
     def do_bench(call: Callable[[], Any], warmup: int = 0, rep: int = 0, quantiles: Any = None, **others: Any) -> Any:
         if once:
@@ -52,12 +50,22 @@ def short_trials(*, once: bool) -> None:
             return [0.0] * len(quantiles) if quantiles else 0.0
         return search(call, warmup=5, rep=20, quantiles=quantiles, **others)
 
+    triton.testing.do_bench = do_bench
+    if once:
+        _keep_no_choice()
+
+
+def _keep_no_choice() -> None:
+    """Keeps Triton's search from writing what it chose, which the processes that time would take over."""
+    import triton.runtime.cache
+
+    cache = triton.runtime.cache.FileCacheManager
+    put = cache.put
+
     def put_code(self: Any, data: Any, filename: str, binary: bool = True) -> str:
         return "" if filename.endswith(".autotune.json") else put(self, data, filename, binary)
 
-    triton.testing.do_bench = do_bench
-    if once:
-        cache.put = put_code
+    cache.put = put_code
 
 
 @contextlib.contextmanager
@@ -80,7 +88,7 @@ def compile_only(threads: int) -> Iterator[None]:
 
 
 def compile_share(share: int, shares: int) -> None:
-    """Makes Triton's search compile every `shares`-th candidate of each kernel, from number `share`, and time none.
+    """Makes Triton's search compile every `shares`-th candidate of each kernel, from number `share`; it chooses none.
 
     Kernels are cached on disk by Triton, so that several such processes save the one that searches its compilation.
     """
@@ -100,6 +108,7 @@ def compile_share(share: int, shares: int) -> None:
         return [1.0] * 3
 
     Autotuner._bench = compile_own_share
+    _keep_no_choice()
 
 
 def take_first() -> None:

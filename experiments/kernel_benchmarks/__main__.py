@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = config.keep or pathlib.Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)
             records = measure(config, folder, console)
-        interrupted = any(record.get("reason") == INTERRUPTED["reason"] for record in records)
+        interrupted = any(record.get("of") == INTERRUPTED["of"] for record in records)
         settings = {
             name: value
             for name, value in dataclasses.asdict(config).items()

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional
 
 from experiments.harness.records import RecordWriter, describe, installed_versions
-from experiments.harness.torch_timing import short_trials, timed_record
+from experiments.harness.torch_timing import compile_share, short_trials, timed_record
 from experiments.ridge_benchmark.config import PEER_LAYER
 
 Passes = dict[str, Callable[[], Any]]
@@ -102,25 +102,14 @@ def planned(config: dict[str, Any]) -> list[tuple[dict[str, Any], Callable[[], P
     return found
 
 
-def compile_share(config: dict[str, Any], share: int, shares: int) -> None:
-    """Compiles some of the candidates by running each once; the choice among them is left to the timing process."""
-    short_trials(once=True)
+def compile_kernels(config: dict[str, Any], share: int, shares: int) -> None:
+    """Compiles a share of every kernel's candidates; the choice among them is left to the timing process."""
+    compile_share(share, shares)
     chosen = {what["kind"]: make for what, make in reversed(planned(config))}  # of MesaNet the first shape
-    calls = []
     for make in chosen.values():
         with contextlib.suppress(ImportError):  # fla-core alone has no layers, which the timing process tells
-            calls += list(make().values())
-    for name, module in list(sys.modules.items()):
-        if not name.startswith(("fla.ops", "fla.modules")):
-            continue
-        for kernel in list(vars(module).values()):
-            while kernel is not None and not isinstance(getattr(kernel, "configs", None), list):
-                kernel = getattr(kernel, "fn", None)
-            if kernel is not None and len(kernel.configs) > 1 and not hasattr(kernel, "shared_out"):
-                kernel.configs = kernel.configs[share::shares] or kernel.configs[:1]
-                kernel.shared_out = True
-    for call in calls:
-        call()
+            for call in make().values():
+                call()
     torch.cuda.synchronize()
 
 
@@ -128,7 +117,7 @@ def main(folder: pathlib.Path, mode: str, *arguments: str) -> None:
     """Does a process's part."""
     config = json.loads((folder / "peer.json").read_text())
     if mode == "compile":
-        compile_share(config, *map(int, arguments))
+        compile_kernels(config, *map(int, arguments))
         return
     write = RecordWriter(folder / "peer.jsonl")
     versions = installed_versions(("torch", "triton", "fla-core"))

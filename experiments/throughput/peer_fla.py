@@ -24,8 +24,8 @@ _WARMUP, _STEPS = 4, 10
 _TORCH_COMPILE = "torch.compile"
 
 
-def _start(plan: ThroughputStudy, model: str, *more: object, **how: Any) -> Child:
-    return Child("experiments.throughput.peer_fla", model, plan.main_length, plan.tokens, *more, **how)
+def _start(plan: ThroughputStudy, model: str, *more: object) -> Child:
+    return Child("experiments.throughput.peer_fla", model, plan.main_length, plan.tokens, *more)
 
 
 def start_compiling(
@@ -42,12 +42,9 @@ def start_compiling(
     Returns:
         A function that waits for them and gives what the processes that failed said last, by model.
     """
-    # A search of such a process would be taken over by the process that times.
-    variables = {"FLA_CACHE_RESULTS": "0"}
     end = None if seconds is None else time.monotonic() + seconds
     started = [
-        (model, _start(plan, model, share, processes, variables=variables))
-        for model, share in itertools.product(models, range(processes))
+        (model, _start(plan, model, share, processes)) for model, share in itertools.product(models, range(processes))
     ]
 
     def wait() -> dict[str, str]:
