@@ -27,6 +27,7 @@ from pallas_kernels.common.mosaic_gpu import (
     put,
     scale_columns,
     store,
+    store_across,
     wait,
     wait_for_stores,
     with_accumulators,
@@ -130,7 +131,7 @@ def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: 
 
     @pl.when(place.split == kernel_shape.num_splits - 1)
     def _():
-        r.final_state[place.batch, place.head, place.channels] = state
+        store_across(r.final_state.at[place.batch, place.head, :, place.channels], state)
 
     wait_for_stores(only_read=False)
 
@@ -212,7 +213,7 @@ def fwd_o(
     num_stages: int,
     keeps_scores: bool = False,
 ) -> tuple[Array, Array, Array | None]:
-    """Output `[B, T, HV, V]`, final state, transposed, `[B, HV, V, K]` float32, and the scores that it finds.
+    """Output `[B, T, HV, V]`, final state `[B, HV, K, V]` float32, and the scores that it finds.
 
     Where `arrays` has no scores, one more warpgroup finds each chunk's: queries and keys are there anyway, and what it
     finds does not leave the processor but for the backward.
@@ -237,7 +238,7 @@ def fwd_o(
         {**arrays.by_name(), "split_states": split_states},
         {
             "out": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype),
-            "final_state": p.per_head(p.value_size, p.key_size, dtype=jnp.float32),
+            "final_state": p.per_head(p.key_size, p.value_size, dtype=jnp.float32),
             **({"scores": p.per_head(p.chunks, CHUNK, CHUNK)} if keeps_scores else {}),
         },
         chunk_tiles(p, arrays, num_compute_warpgroups),

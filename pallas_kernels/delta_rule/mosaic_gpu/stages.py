@@ -94,8 +94,7 @@ def fwd_o(
         num_stages=at.num_stages,
         keeps_scores=keeps_scores,
     )
-    results = out, jnp.swapaxes(final, 2, 3)
-    return (*results, scores) if keeps_scores else results
+    return (out, final, scores) if keeps_scores else (out, final)
 
 
 def fwd_h(
