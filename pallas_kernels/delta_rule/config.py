@@ -155,11 +155,10 @@ def mosaic_config(
     back = MosaicConfig(1 if has_two_keys and has_values else groups, num_stages=2)
     # Maps have twice as many programs.
     maps = MosaicConfig(num_compute_warpgroups=2, num_stages=2)
-    # Where bytes are the bound, one more warpgroup finds the scores from what the output loads anyway. Splits were
-    # timed with three slots; whole sequences are as fast with two.
+    # Where bytes are the bound, one more warpgroup finds the scores from what the output loads anyway.
     finds_scores = not (is_spread or has_two_keys or has_channel_write)
     output = dataclasses.replace(ahead, scores_in_output=finds_scores)
-    if finds_scores and config.num_splits > 1:
+    if finds_scores:  # a chunk's slot is given back in the next step, and another one filled meanwhile
         output = dataclasses.replace(output, num_stages=3)
     stages = {"maps": maps, "output": output, "states": ahead, "offsets": back, "reverse": back}
     if has_two_keys and has_channel_write and not is_spread:

@@ -25,12 +25,14 @@ from pallas_kernels.common.mosaic_gpu import (
     matrix_buffer,
     multiply,
     put,
+    remainder,
     scale_columns,
     store,
     store_across,
     wait,
     wait_for_stores,
     with_accumulators,
+    zeros,
 )
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     DIGIT_COLUMNS,
@@ -58,18 +60,22 @@ def residuals(
     scaled: Callable | None = None,
     is_value: Any = None,
     reads_first: bool = False,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[Array, ...]:
     """A chunk from the state `[V, K]` before it: R^T, the state after its decay and, with `scaled`, `scaled(S_0 Q^T)`.
 
     With `is_exact`, `Z - Ebar S_0` is not rounded before it goes through the inverse. Where `is_value` is false, the
     values Z count as zero. With `reads_first` both of the state's products are awaited before values are loaded. That
     takes fewer registers: with less than 224 a thread the assembler has all products wait for one another otherwise.
+    `meanwhile` is called while the first product runs.
     """
     left = state.astype(jnp.bfloat16)
     erased = getattr(tiles, "erased", tiles.written)
 
     def body(recalled, residual, *reads):
         multiply(recalled, left, erased.at[slot].T)
+        if meanwhile is not None:
+            meanwhile()
         for read in reads:
             multiply(read, left, tiles.read.at[slot].T)
         outs: list[Array] = []
@@ -93,8 +99,22 @@ def residuals(
 
 def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
     first, count = chunks
+    finds_scores = not hasattr(tiles, "scores")
+    scores = buffers.scores if finds_scores else tiles.scores
 
-    def step(m, state):
+    def finish(m, out):
+        """Stores the output of the m-th chunk, transposed, and lets its slot be filled again."""
+        wait_for_stores()
+        buffers.out.at[place.group].T[...] = out
+        fence_smem()
+
+        @pl.when(m >= 0)
+        def _():
+            pipeline.release(remainder(m, pipeline.num_stages))
+            store(buffers.out.at[place.group], r.out.at[place.batch, tokens(first + m), place.head, place.channels])
+
+    def step(m, state, meanwhile=None):
+        """The state and the output of a chunk."""
         n = first + m
         slot = pipeline.wait(m)
         kept = load_kept(r, tiles, place, slot, n)
@@ -107,27 +127,37 @@ def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: 
             )
 
         residual, after, out = residuals(
-            tiles, slot, place.own, state, kept, is_exact, scaled, reads_first=not hasattr(tiles, "scores")
+            tiles, slot, place.own, state, kept, is_exact, scaled, reads_first=finds_scores, meanwhile=meanwhile
         )
         written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
         residual = residual.astype(jnp.bfloat16)
 
         def add(state, out):
             multiply(state, written, tiles.written.at[slot])
-            if not hasattr(tiles, "scores"):
+            if finds_scores:
                 wait(buffers.scored.at[slot])
-            scores = tiles.scores if hasattr(tiles, "scores") else buffers.scores
             multiply(out, residual, scores.at[slot].T)
 
         state, out = added(add, after, out)
-        wait_for_stores()
-        buffers.out.at[place.group].T[...] = out.astype(jnp.bfloat16)
-        fence_smem()
-        pipeline.release(slot)
-        store(buffers.out.at[place.group], r.out.at[place.batch, tokens(n), place.head, place.channels])
+        return state, out.astype(jnp.bfloat16)
+
+    def step_and_finish(m, state):
+        state, out = step(m, state)
+        finish(m, out)
         return state
 
-    state = lax.fori_loop(0, count, step, start_state(r.split_states, place, kernel_shape.key_size))
+    def finish_in_next(m, carry):
+        state, before = carry
+        return step(m, state, lambda: finish(m - 1, before))
+
+    state = start_state(r.split_states, place, kernel_shape.key_size)
+    if finds_scores:
+        # A chunk is stored while the next one's first product runs. Elsewhere there are no registers for it.
+        nothing = zeros(SIDE, CHUNK).astype(jnp.bfloat16)
+        state, last = lax.fori_loop(0, count, finish_in_next, (state, nothing))
+        finish(count - 1, last)
+    else:
+        state = lax.fori_loop(0, count, step_and_finish, state)
 
     @pl.when(place.split == kernel_shape.num_splits - 1)
     def _():

@@ -51,7 +51,7 @@ from pallas_kernels.common.mosaic_gpu import (
 # Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
 _REGISTERS = {1: (240, 24), 2: (232, 40)}
 # Likewise where one more warpgroup, whose number comes last, finds scores.
-_REGISTERS_WITH_SCORES = {2: (192, 32, 96)}
+_REGISTERS_WITH_SCORES = {2: (200, 24, 88)}
 
 
 @dataclass(frozen=True)

@@ -314,7 +314,7 @@ def test_a_program_has_more_channels_where_heads_fill_the_card():
     many = mosaic_config(DeltaRuleConfig(), 256, 132)
     assert many.reverse.mosaic == MosaicConfig(num_compute_warpgroups=2, num_stages=2)
     # Both stages agree on where the queries' scores are found.
-    assert many.output.mosaic == MosaicConfig(2, 2, scores_in_output=True)
+    assert many.output.mosaic == MosaicConfig(2, 3, scores_in_output=True)
     assert many.prepare.mosaic == MosaicConfig(3, num_stages=1, scores_in_output=True)
     split = mosaic_config(DeltaRuleConfig(num_splits=2), 256, 132).output.mosaic
     assert split == MosaicConfig(2, 3, scores_in_output=True)
