@@ -220,7 +220,9 @@ def run_rows(kernel_shape: KernelShape, resets: Array | None) -> dict[str, Array
     return {name: jnp.broadcast_to(row, shape) for name, row in by_token.items()}
 
 
-def weigh_pairs(m: Any, decay_sums: Sequence[Any] | None, run: Any, *pairs: Array) -> list[Array]:
+def weigh_pairs(
+    m: Any, decay_sums: Sequence[Any] | None, run: Any, *pairs: Array, with_diagonal: bool = True
+) -> list[Array]:
     """Pairs that are causal and of one run, times `exp(G_r - G_s)`; zero elsewhere.
 
     Args:
@@ -228,8 +230,10 @@ def weigh_pairs(m: Any, decay_sums: Sequence[Any] | None, run: Any, *pairs: Arra
         decay_sums: shared memory with the log decay to each token, multiples of 1/16 and the rest; None without decay.
         run: shared memory with the runs' numbers; None where no segments start.
         *pairs: matrices `[C, C]`.
+        with_diagonal: whether a token makes a pair with itself.
     """
-    is_near = spread_rows(row_numbers(m)) >= spread_columns(column_numbers())
+    rows, columns = spread_rows(row_numbers(m)), spread_columns(column_numbers())
+    is_near = rows >= columns if with_diagonal else rows > columns
     if run is not None:
         is_near &= spread_rows(load_column(run)) == spread_columns(load_row(run))
     if decay_sums is None:

@@ -300,6 +300,9 @@ def _arrays(inputs: Inputs, prepared: WYFactors) -> PassArrays:
     def keys(stored: Array | None, given: Array) -> Keys:
         return Keys(given, False) if stored is None else Keys(stored, True)
 
+    write_rows = prepared.write_rows
+    if write_rows is None and write is not None:  # the copy engine takes numbers that lie side by side
+        write_rows = jnp.swapaxes(write, 1, 2)
     has_own_erased = prepared.erased is not None or prepared.written is not None or x.write_key is not None
     return PassArrays(
         written=keys(prepared.written, x.k if x.write_key is None else x.write_key),
@@ -309,8 +312,7 @@ def _arrays(inputs: Inputs, prepared: WYFactors) -> PassArrays:
         inverse=prepared.inverse,  # type: ignore[arg-type]
         scores=prepared.scores,
         write=x.write if is_channel_wise(x.write) else None,
-        # The copy engine takes numbers that lie side by side.
-        write_rows=None if write is None else jnp.swapaxes(write, 1, 2),
+        write_rows=write_rows,
         erased_rows=prepared.erased_rows,
         written_rows=prepared.written_rows,
         read_rows=prepared.read_rows,

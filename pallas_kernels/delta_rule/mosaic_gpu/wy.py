@@ -17,11 +17,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels.common.decay import MIN_LOG_DECAY
 from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.common.mosaic_gpu import (
+    BAND,
     awaited,
     column_numbers,
     fence_smem,
     load_column,
-    load_row,
     multiply,
     number_buffer,
     row_numbers,
@@ -34,6 +34,7 @@ from pallas_kernels.common.mosaic_gpu import (
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import diagonal
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import run_rows, tokens, weigh_pairs
+from pallas_kernels.delta_rule.mosaic_gpu.prefix_sum import sums_by_warp
 from pallas_kernels.delta_rule.mosaic_gpu.wy_tile_scheduler import (
     WYTileScheduler,
     call,
@@ -42,14 +43,16 @@ from pallas_kernels.delta_rule.mosaic_gpu.wy_tile_scheduler import (
     store_inverse,
 )
 
-# The first two are steps of the log decay, the next two their sums.
-_LINES = ("coarse_step", "fine_step", "coarse", "fine", "read_rows", "written_rows", "erased_rows", "")
+# The log decay added up to each token: from the first of its warp's rows, then from the first of all.
+_SUMS = "coarse_in_warp", "fine_in_warp", "coarse", "fine"
+_LINES = (*_SUMS, "read_rows", "written_rows", "erased_rows", "write_rows")
 
 
 def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> None:
     """One warpgroup's chunks."""
     p = scheduler.kernel_shape
     has_decay = r.log_decay is not None
+    with_diagonal = r.scores is not None or r.growth is not None  # what is inverted is below it
 
     def line(m, name):
         i = _LINES.index(name)
@@ -62,18 +65,21 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
         """Adds up the log decay to each token, multiples of 1/16 and the rest apart, and stores both."""
         step = jnp.maximum(scheduler.gate(tiles, "log_decay", m), MIN_LOG_DECAY)
         coarse = (step * 16.0).astype(jnp.int32).astype(jnp.float32) * 0.0625
-        line(m, "coarse_step")[...], line(m, "fine_step")[...] = coarse, step - coarse
+        sums = {"coarse": sums_by_warp(coarse), "fine": sums_by_warp(step - coarse)}
+        for name, x in sums.items():
+            line(m, f"{name}_in_warp")[...] = x
         fence_smem()
-        is_before = spread_rows(row_numbers(m)) >= spread_columns(column_numbers())
-        for name in ("coarse", "fine"):
-            steps = spread_columns(load_row(line(m, f"{name}_step")))
-            line(m, name)[...] = jnp.sum(jnp.where(is_before, steps, 0.0), axis=1)
+        rows = row_numbers(m)
+        for i, (name, x) in enumerate(sums.items()):
+            for last in range(BAND - 1, CHUNK - 1, BAND):  # of each warp but the last
+                x = x + jnp.where(rows > last, memory.lines[scheduler.own(m), 0, i * CHUNK + last], 0.0)
+            line(m, name)[...] = x
         fence_smem()
 
     def weigh(m, *pairs):
         run = tiles.rows.at[scheduler.own(m), scheduler.rows.index("run")] if "run" in scheduler.rows else None
         sums = [line(m, name) for name in ("coarse", "fine")] if has_decay else None
-        return weigh_pairs(m, sums, run, *pairs)
+        return weigh_pairs(m, sums, run, *pairs, with_diagonal=with_diagonal)
 
     def find_rows(m, erase):
         """Stores the factors on what reads and on what is written, and the chunk's."""
@@ -95,6 +101,8 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
         line(m, "erased_rows")[...] = from_start if erase is None else erase * from_start
         to_end = jnp.exp((last_coarse - coarse) + (last_fine - fine))
         line(m, "written_rows")[...] = masked(to_end, "reaches")
+        if r.write_rows is not None:
+            line(m, "write_rows")[...] = erase
         r.kept[b, h, n] = jnp.exp(last_coarse + last_fine) * scheduler.passes(tiles, m)
 
     def step(m, _):
@@ -130,12 +138,13 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
             store(pairs, r.scores.at[b, h, n])
         if r.decay_sums is not None:
             store(memory.lines.at[scheduler.own(m), _LINES.index("coarse") // 2], r.decay_sums.at[b, h, n])
-        for name in ("read_rows", "written_rows", "erased_rows"):
+        for name in ("read_rows", "written_rows", "erased_rows", "write_rows"):
             if getattr(r, name) is not None:
                 store(line(m, name), getattr(r, name).at[b, h, tokens(n)])
         store_growth(r, scheduler, m, diagonal(erased, m), memory.lines.at[scheduler.own(m), 0])
-        lower = jnp.where(spread_rows(row_numbers(m)) > spread_columns(column_numbers()), erased, 0.0)
-        store_inverse(r, memory, scheduler, m, lower)
+        if with_diagonal:
+            erased = jnp.where(spread_rows(row_numbers(m)) > spread_columns(column_numbers()), erased, 0.0)
+        store_inverse(r, memory, scheduler, m, erased)
         return _
 
     lax.fori_loop(0, scheduler.count, step, jnp.int32(0))
@@ -159,6 +168,7 @@ def wy_factors(
     matrix, by_token = p.per_head(p.chunks, CHUNK, CHUNK), p.per_head(p.length, dtype=jnp.float32)
     by_chunk = p.per_head(p.chunks, dtype=jnp.float32)
     has_decay = x.log_decay is not None
+    is_tied = x.erase is not None and x.write is x.erase
     outputs = {
         "inverse": matrix,
         "scores": matrix if with_scores else None,
@@ -166,6 +176,7 @@ def wy_factors(
         "read_rows": by_token if has_decay else None,
         "written_rows": by_token if has_decay else None,
         "erased_rows": by_token if has_decay or x.erase is not None else None,
+        "write_rows": by_token if has_decay and is_tied else None,  # by head, which the copy engine takes
         "kept": by_chunk if has_decay else None,
         "growth": by_chunk if has_decay and p.num_splits > 1 else None,
     }
@@ -175,7 +186,7 @@ def wy_factors(
             "lines": number_buffer(num_compute_warpgroups, len(_LINES) // 2, 2 * CHUNK)
         }
 
-    return call(
+    found = call(
         _compute,
         "delta_chunk_factors",
         p,
@@ -190,3 +201,5 @@ def wy_factors(
         num_stages=1,
         num_ctas=num_ctas,
     )
+    # Without a decay the factor on what is erased is the gate itself.
+    return found if has_decay or not is_tied else {**found, "write_rows": found["erased_rows"]}

@@ -69,6 +69,7 @@ class WYFactors(NamedTuple):
         added_scores: with a value key, queries' scores with it, as `scores`, else None.
         added_pairs: with a value key, erase keys' products with it, `[B, HV, N, C, C]`, else None.
         decay_sums: in Mosaic GPU, where another stage finds the scores: see `PassArrays`; else None.
+        write_rows: in Mosaic GPU, where the erase gate is the write gate, too: it, `[B, HV, T]` float32; else None.
     """
 
     inverse: Array | None
@@ -88,6 +89,7 @@ class WYFactors(NamedTuple):
     added_scores: Array | None = None
     added_pairs: Array | None = None
     decay_sums: Array | None = None
+    write_rows: Array | None = None
 
 
 def load_wide(ref) -> Any:
