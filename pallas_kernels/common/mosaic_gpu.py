@@ -45,13 +45,13 @@ def remainder(x: Any, n: int) -> Any:
     return lax.rem(x, jnp.asarray(n, x.dtype))
 
 
-def _swizzled() -> tuple[Any, ...]:
-    return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+MATRIX_TRANSFORMS: tuple[Any, ...] = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+"""How a bfloat16 matrix lies in shared memory."""
 
 
 def matrix_buffer(*shape: int) -> Any:
     """Shared memory for a bfloat16 matrix that the copy engine or a product takes; the last axis is of 64 or 128."""
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=_swizzled())
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=MATRIX_TRANSFORMS)
 
 
 def wide_buffer(*shape: int) -> Any:

@@ -17,9 +17,10 @@ registers.
 | `bwd_dqkg` | `delta_gradients` | `delta_pair_gradients` and `delta_gradients` |
 | `bwd_dqkg_channel` | `delta_channel_gradients` | the same under a channel-wise decay, but for extreme chunks |
 
-`stages` brings a call's arrays to them. `wy_tile_scheduler` is how the first stage goes over all chunks, its inverse
-too. `pipeline` has what passes read and how it comes there, and what bfloat16 leaves out of R, `bwd_tile_scheduler` how
-the last two go over all chunks. All serve bfloat16 with K = V = 128 and a write gate of one number a token; the first
-stage and the last two also ask for an erase gate of one number a token. `decode_delayed` is no stage: it is one token
-of a loop, in place of Triton's module of that name.
+`stages` brings a call's arrays to them. `wy_tile_scheduler` is how the first stage goes over all chunks; its inverse
+and the sums of its log decay are each warp's own (`triangular_inverse`, `prefix_sum`). `pipeline` has what passes read
+and how it comes there, and what bfloat16 leaves out of R, `bwd_tile_scheduler` how the last two go over all chunks. All
+serve bfloat16 with K = V = 128 and a write gate of one number a token; the first stage and the last two also ask for an
+erase gate of one number a token. `decode_delayed` is no stage: it is one token of a loop, in place of Triton's module
+of that name.
 """

@@ -245,12 +245,9 @@ def weigh_pairs(
 
 def chunk_at(kernel_shape: KernelShape, i: Any) -> tuple[Any, Any, Any]:
     """Batch, chunk and value head of the i-th of all chunks. Heads are neighbours in memory."""
-    rest = quotient(i, kernel_shape.value_heads)
-    return (
-        quotient(rest, kernel_shape.chunks),
-        remainder(rest, kernel_shape.chunks),
-        remainder(i, kernel_shape.value_heads),
-    )
+    p = kernel_shape
+    rest, head = quotient(i, p.value_heads), remainder(i, p.value_heads)
+    return quotient(rest, p.chunks), remainder(rest, p.chunks), head
 
 
 def chunk_tiles(kernel_shape: KernelShape, x: PassArrays, num_compute_warpgroups: int) -> dict[str, Tile]:

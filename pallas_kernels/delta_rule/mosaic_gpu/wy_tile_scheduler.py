@@ -197,10 +197,10 @@ def store_inverse(r: Any, memory: Any, scheduler: WYTileScheduler, m: Any, lower
     """Stores A for the pairs that are inverted, `[C, C]`, zero on and above the diagonal, by way of `pair_buffers`."""
     b, n, h = scheduler.at(m)
     parts, pairs = memory.parts.at[scheduler.own(m)], memory.pairs.at[scheduler.own(m)]
-    inverse = unit_lower_inverse(
-        lower, row_numbers(m), parts.at[0], (parts.at[1], pairs), before_second=wait_for_stores
-    )
-    pairs[...] = inverse.astype(jnp.bfloat16)
+    inverse = unit_lower_inverse(lower, row_numbers(m), parts.at[0], parts.at[1])
+    if r.scores is not None:  # they leave through the same buffer
+        wait_for_stores()
+    pairs[...] = inverse
     fence_smem()
     store(pairs, r.inverse.at[b, h, n])
 
