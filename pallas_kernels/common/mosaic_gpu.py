@@ -213,7 +213,7 @@ def load_matrix(ref: Any) -> Array:
 
 
 def load_plain(ref: Any) -> Array:
-    """A matrix of 64 rows that lies in shared memory row by row, likewise."""
+    """A matrix of 64 rows that lies row by row in shared memory, or begins to come from global memory, likewise."""
     return plgpu.load(ref, layout=_MATRIX, optimized=False)
 
 

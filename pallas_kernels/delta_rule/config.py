@@ -127,6 +127,7 @@ def mosaic_config(
     has_channel_erase: bool = False,
     has_channel_write: bool = False,
     has_values: bool = True,
+    online: bool = True,
 ) -> DeltaRuleConfig:
     """The same schedule with the stages in Mosaic GPU that serve the call.
 
@@ -145,8 +146,11 @@ def mosaic_config(
         has_channel_write: whether the write gate is one number a value channel.
         has_values: whether the gradient's pass takes the values, as it does for the gradient of a write gate of one
             number a token which is not the erase gate.
+        online: False for linear attention, which takes these stages under a channel-wise decay, without gates.
     """
     is_spread = programs <= processors
+    if not online:
+        return _linear_mosaic_config(config, 1 if is_spread else 2, processors)
     # Keys that are erased beside those that are written.
     has_two_keys = has_write_key or has_channel_decay or has_channel_erase
     groups = 1 if is_spread else 2
@@ -179,6 +183,17 @@ def mosaic_config(
             num_ctas=processors,
             scores_in_output=finds_scores,
         )
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), mosaic=at) for name, at in stages.items()}
+    )
+
+
+def _linear_mosaic_config(config: DeltaRuleConfig, groups: int, processors: int) -> DeltaRuleConfig:
+    """`mosaic_config` for linear attention: it has no erased keys and no inverse, and so room for more slots."""
+    over = MosaicConfig(groups, num_stages=3)
+    stages = dict.fromkeys(("maps", "output", "states", "offsets", "reverse"), over)
+    stages["prepare"] = MosaicConfig(num_compute_warpgroups=2, num_stages=2, num_ctas=processors)
+    stages["gradients"] = MosaicConfig(num_compute_warpgroups=2, num_stages=2, num_ctas=processors)
     return dataclasses.replace(
         config, **{name: dataclasses.replace(getattr(config, name), mosaic=at) for name, at in stages.items()}
     )

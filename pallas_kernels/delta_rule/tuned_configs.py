@@ -73,6 +73,7 @@ def choose_config(inputs: Inputs, online: bool, backend: str = "triton") -> Delt
         "has_channel_erase": is_channel_wise(inputs.erase),
         "has_channel_write": is_channel_wise(inputs.write),
         "has_values": inputs.write is not None and not is_channel_wise(inputs.write),
+        "online": online,
     }
     if interpreted():  # blocks and warps mean nothing there; two splits keep that path exercised
         config = DeltaRuleConfig(num_splits=1 if length <= 128 else 2)

@@ -103,7 +103,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     kernel_shape, config = _problem(options, inputs), options.config
     stages = choose_stages(config)
     is_found = options.sums_tied_gate
-    # Triton's stage has no further digits of the residuals.
+    # Triton's stage has no further digits of the residuals, nor of linear attention's states.
     wanted = {} if config.states.mosaic is None else {"with_digits": is_found}
     states, residual, *digits = stages.fwd_h(kernel_shape, inputs, prepared, split_states, config.states, **wanted)
     ends = None
@@ -116,7 +116,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     gate, d_gate = inputs.erase, back.d_write
     if is_found:
         inputs, back = inputs._replace(erase=None, write=None), back._replace(d_write=None)
-    saved = Saved(states, residual, back)
+    saved = Saved(states, residual, back, None if kernel_shape.online or not digits else digits[0])
     gradients = stages.bwd_dqkg(
         kernel_shape,
         inputs,

@@ -20,6 +20,6 @@ The backward runs `linear_sums` three times: for dq, for dk and dv from the last
 arguments, the decay's sums and the splits' starting states. The gradient of the decay is a difference of products
 that the same kernels leave (`vjp`). With one split there is nothing to add up before, and the two kernels
 in the middle do not run. A channel-wise decay weighs channels and not pairs: such calls take the kernels of
-`delta_rule` without the inverse. The time goes to the products, at 60 to 75 % of the bound
+`delta_rule` without the inverse, in Triton or Mosaic GPU. The time goes to the products, at 60 to 75 % of the bound
 (`experiments/kernel_benchmarks/BOUNDS.md`).
 """

@@ -14,7 +14,7 @@ from pallas_kernels.delta_rule.api import call_options
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import crop_results, is_sum, make_inputs, pad_inputs
 from pallas_kernels.delta_rule.vjp import chunked_pass, one_token
-from pallas_kernels.linear_attention.vjp import linear_pass, with_gate_in_values
+from pallas_kernels.linear_attention.vjp import gated_values, linear_pass, with_gate_in_values
 
 _MOSAIC_SIZES = (64, 128)
 # Chunks of all heads from which the Mosaic GPU kernels are the faster ones; below, their launches take the time.
@@ -50,34 +50,35 @@ def unsupported_reason(
             return "a diagonal for a single row"
     if reason is not None or backend == "triton":
         return reason
-    if is_channel_wise(log_decay):
-        return "a decay of one number a channel (its kernels are the delta rule's)"
+    # Under a decay of one number a channel the kernels are the delta rule's, which have heads of 128 channels.
+    sizes = _MOSAIC_SIZES[-1:] if is_channel_wise(log_decay) else _MOSAIC_SIZES
     if v.shape[3] % _MOSAIC_SIZES[-1] == 0:
         narrow = jax.ShapeDtypeStruct((*v.shape[:3], _MOSAIC_SIZES[-1]), v.dtype)  # `_narrow_heads`
-        return delta_rule.mosaic_unsupported_reason(q, k, narrow, sizes=_MOSAIC_SIZES)
-    return delta_rule.mosaic_unsupported_reason(q, k, v, sizes=_MOSAIC_SIZES)
+        return delta_rule.mosaic_unsupported_reason(q, k, narrow, sizes=sizes)
+    return delta_rule.mosaic_unsupported_reason(q, k, v, sizes=sizes)
 
 
 def _narrow_heads(
-    v: Array, gates: tuple[Array | None, ...], initial_state: Array | None
-) -> tuple[Array, tuple[Array | None, ...], Array | None]:
-    """Values of heads of at most 128 channels, and gates of one number a token and states to match.
+    v: Array, log_decay: Array | None, gates: tuple[Array | None, ...], initial_state: Array | None
+) -> tuple[Array, Array | None, tuple[Array | None, ...], Array | None]:
+    """Values of heads of at most 128 channels, and a decay, gates on the values and states to match.
 
     What one value channel of a state becomes does not depend on the others: parts of a head are heads that share a key.
     """
     parts = max(1, v.shape[3] // _MOSAIC_SIZES[-1])
     if parts == 1:
-        return v, gates, initial_state
+        return v, log_decay, gates, initial_state
 
     def narrow(x):
         return jnp.repeat(x, parts, axis=2) if x.ndim == 3 else x.reshape(*v.shape[:2], -1, _MOSAIC_SIZES[-1])
 
     gates = tuple(None if x is None else narrow(x) for x in gates)
+    log_decay = None if log_decay is None else jnp.repeat(log_decay, parts, axis=2)
     if initial_state is not None:
         batch, heads, keys, _ = initial_state.shape
         initial_state = jnp.swapaxes(initial_state.reshape(batch, heads, keys, parts, -1), 2, 3)
         initial_state = initial_state.reshape(batch, heads * parts, keys, -1)
-    return v.reshape(*v.shape[:2], -1, _MOSAIC_SIZES[-1]), gates, initial_state
+    return v.reshape(*v.shape[:2], -1, _MOSAIC_SIZES[-1]), log_decay, gates, initial_state
 
 
 def _wide_heads(out: Array, state: Array, like: Array) -> tuple[Array, Array]:
@@ -87,8 +88,13 @@ def _wide_heads(out: Array, state: Array, like: Array) -> tuple[Array, Array]:
     return out.reshape(like.shape), state.reshape(batch, like.shape[2], keys, -1)
 
 
-def is_mosaic_faster(v: Array) -> bool:
-    """Whether the Mosaic GPU kernels are the faster ones for a call with these values that both backends serve."""
+def is_mosaic_faster(v: Array, log_decay: Array | None = None) -> bool:
+    """Whether the Mosaic GPU kernels are the faster ones for a call with these arrays that both backends serve.
+
+    Not under a decay of one number a channel: its kernels have not been timed yet.
+    """
+    if is_channel_wise(log_decay):
+        return False
     batch, length, heads, size = v.shape
     heads *= max(1, size // _MOSAIC_SIZES[-1])  # `_narrow_heads`
     return batch * heads * (length // CHUNK) >= _FEWEST_CHUNKS
@@ -131,7 +137,8 @@ def linear_attention(
         chunk_size: only 64.
         config: how the call is cut into programs; None takes the device's tuned one.
         backend: `"mosaic"` runs all of it in Mosaic GPU, where it has no `unsupported_reason`, in less time. Pairs of
-            tokens are then rounded once, as the inputs are.
+            tokens are then rounded once, as the inputs are. Under a channel-wise decay so are values times their gate,
+            and the states that the backward reads; chunks with too strong a decay for one reference are Triton's.
 
     Returns:
         The output in `v`'s dtype and the final state in float32.
@@ -143,12 +150,13 @@ def linear_attention(
     expect_backend("linear_attention", backend, "triton", "mosaic")
     reason = unsupported_reason(q, k, v, log_decay, diagonal, chunk_size=chunk_size, backend=backend)
     refuse("linear_attention", reason, backend)
-    values = v
-    if backend == "mosaic":
-        gates = log_decay, write, diagonal
-        v, (log_decay, write, diagonal), initial_state = _narrow_heads(v, gates, initial_state)
+    values, in_mosaic, of_stages = v, backend == "mosaic", "triton"
+    if in_mosaic:
+        if is_channel_wise(log_decay):  # these kernels write the values as they are
+            v, write, of_stages = gated_values(v, write), None, backend
+        v, log_decay, (write, diagonal), initial_state = _narrow_heads(v, log_decay, (write, diagonal), initial_state)
     inputs = make_inputs(q, k, v, None, None, write, log_decay, initial_state, segment_ids, diagonal)
-    options, inputs = call_options(inputs, scale=scale, config=config, online=False)
+    options, inputs = call_options(inputs, scale=scale, config=config, online=False, backend=of_stages)
     options = dataclasses.replace(options, diagonal_size=diagonal_size)
     if is_sum(inputs, online=False):
         inputs = with_gate_in_values(inputs)
@@ -157,13 +165,14 @@ def linear_attention(
         run = chunked_pass
     if q.shape[1] == 1:
         out, state = one_token(run, options, inputs)
-    elif backend == "mosaic":
+    elif in_mosaic and run is linear_pass:
         from pallas_kernels.linear_attention.mosaic_gpu import vjp
 
         padded = pad_inputs(inputs)
         mosaic_options = vjp.choose_options(padded, options.scale, diagonal_size)
         out, state = crop_results(inputs, vjp.linear_pass(mosaic_options, padded))
-        out, state = _wide_heads(out, state, values)
     else:
         out, state = crop_results(inputs, run(options, pad_inputs(inputs)))
+    if in_mosaic:
+        out, state = _wide_heads(out, state, values)
     return out.astype(v.dtype), state

@@ -137,11 +137,17 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
 linear_pass.defvjp(_forward, _backward)
 
 
+def gated_values(v: Array, write: Array | None) -> Array:
+    """Values `[B, T, HV, V]` times their write gate, rounded as they are; None is 1."""
+    if write is None:
+        return v
+    return jnp.multiply(write if write.ndim == 4 else write[..., None], v.astype(jnp.float32)).astype(v.dtype)
+
+
 def with_gate_in_values(inputs: Inputs) -> Inputs:
     """The inputs with a write gate of one number a channel multiplied into the values; any other stays."""
     if is_channel_wise(inputs.write):
-        v = jnp.multiply(inputs.write, inputs.v.astype(jnp.float32)).astype(inputs.v.dtype)
-        inputs = inputs._replace(v=v, write=None)
+        inputs = inputs._replace(v=gated_values(inputs.v, inputs.write), write=None)
     return inputs
 
 

@@ -90,7 +90,7 @@ def delta_rule(
         grouped: whether two value heads share a key head.
         one: whether a single token is decoded, which has no gradient.
         one_gate: whether the erase gate is the write gate, too.
-        backend: `"mosaic"` for the delta rule with stages in Mosaic GPU, `"mosaic_mma"` with those for other cards.
+        backend: `"mosaic"` for stages in Mosaic GPU, `"mosaic_mma"` for the delta rule with those for other cards.
     """
     solve, decay, sizes, dtype = variant.split("-")
     key_size, value_size = (int(x) for x in sizes.split("x"))
@@ -115,9 +115,8 @@ def delta_rule(
     if packed:
         x["segment_ids"] = jax.ShapeDtypeStruct(tokens[:2], jnp.int32)
     # Linear attention with channel-wise decay is a delta rule that erases nothing, under its public name.
-    run: Callable[..., Any] = linear_attention
-    if solve != "linear":
-        run = functools.partial(gated_delta_rule, backend=backend)
+    operator: Callable[..., Any] = linear_attention if solve == "linear" else gated_delta_rule
+    run = functools.partial(operator, backend=backend)
     words = [variant, place, *["channel gates"] * channel_gates, *["grouped"] * grouped, *["packed"] * packed]
     words += [*["one gate"] * one_gate, *[backend] * (backend != "triton")]
 
@@ -187,7 +186,7 @@ def defaults() -> list[Case]:
 
 
 def mosaic() -> list[Case]:
-    """The delta rule with stages in Mosaic GPU, with each choice of `delta_rule.config.mosaic_config`."""
+    """The delta rule's stages in Mosaic GPU, with each choice of `delta_rule.config.mosaic_config`."""
     places = {"many heads": MANY, "few heads": FEW, "a program each": ONE_EACH}
     variants = [
         f"{solve}-128x128-bfloat16" for solve in ("delta-none", "delta-scalar", "delta-channel", "delta+key-scalar")
@@ -206,6 +205,8 @@ def mosaic() -> list[Case]:
             for decay in ("scalar", "channel")
         ),
         mosaic("delta-scalar-128x128-bfloat16", FEW, "few heads", grouped=True, packed=True),
+        *(mosaic("linear-channel-128x128-bfloat16", shape, place) for place, shape in places.items()),
+        mosaic("linear-channel-128x128-bfloat16", FEW, "few heads", grouped=True, packed=True),
         *(attention_backward(*case) for case in ((16, 16, None), (16, 4, None), (16, 16, 1000))),
         ring_attention(256, 640, 16),
         *(waiting(decay, "mosaic") for decay in ("scalar", "channel")),

@@ -17,6 +17,10 @@ registers.
 | `bwd_dqkg` | `delta_gradients` | `delta_pair_gradients` and `delta_gradients` |
 | `bwd_dqkg_channel` | `delta_channel_gradients` | the same under a channel-wise decay, but for extreme chunks |
 
+Linear attention under a channel-wise decay takes that decay's kernels without what erases (`KernelShape.online`): a
+token writes its value, P is the only matrix of pairs, nothing is inverted, and a split's map is a diagonal. The decay's
+gradient has four more bits of the states than bfloat16 (`rounded_rests`).
+
 `stages` brings a call's arrays to them. `wy_tile_scheduler` is how the first stage goes over all chunks; its inverse
 and the sums of its log decay are each warp's own (`triangular_inverse`, `prefix_sum`). `pipeline` has what passes read
 and how it comes there, and what bfloat16 leaves out of R, `bwd_tile_scheduler` how the last two go over all chunks. All

@@ -3,7 +3,8 @@
     dR = P^T dO + K_tail dS_C      dW = A^T dR      dS_0 = Diag(exp(G_C)) dS_C + Q_G^T dO - Ebar^T dW
 
 As in `fwd`, all matrices but keys and queries are transposed. The source of the equations is in
-`pallas_kernels.delta_rule.triton.bwd_dh`.
+`pallas_kernels.delta_rule.triton.bwd_dh`. In linear attention `dW = dR` is the values' gradient, and the last product
+is not there.
 
 What a token writes is `R = w (V - S^T k)` if its erase and its write gate are one gate w, where S is the state that it
 meets. That gate's gradient is therefore a sum over the value channels alone, `dW (V - S^T k) = dW R / w`. It is taken
@@ -39,6 +40,7 @@ from pallas_kernels.common.mosaic_gpu import (
     wait_for_stores,
     with_accumulators,
 )
+from pallas_kernels.delta_rule.mosaic_gpu.fwd import stored_state
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     PassArrays,
     Tile,
@@ -54,6 +56,7 @@ from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     tokens,
     value_tile,
 )
+from pallas_kernels.delta_rule.mosaic_gpu.rounded_rests import rests_struct
 
 
 def _write_gradient(
@@ -79,9 +82,23 @@ def _write_gradient(
     return with_accumulators(body, CHUNK, CHUNK, CHUNK)
 
 
+def _linear_write_gradient(tiles: Any, slot: Any, own: Any, d_state: Array, kept: Any) -> tuple[Array, Array, Array]:
+    """Linear attention's `dV^T`, and the next two results of `_write_gradient`."""
+
+    def body(d_value):
+        for part in split(d_state):  # `dV` is rounded once, and has no larger error
+            multiply(d_value, part, tiles.written.at[slot].T)
+        d_out = load_matrix(tiles.d_out.at[slot, :, own].T)
+        multiply(d_value, d_out, tiles.scores.at[slot])
+        before = keep(d_state, kept)
+        return awaited(d_value), before, d_out
+
+    return with_accumulators(body, CHUNK)
+
+
 def _reverse_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
     first, count = chunks
-    erased = getattr(tiles, "erased", tiles.written)
+    erases_keys, erased = kernel_shape.online, getattr(tiles, "erased", tiles.written)
     # Without rows of factors the queries' factor is multiplied in afterwards, so that no operand is rounded once more.
     is_scaled_late = r.read_rows is None
     with_values, single_stage = r.d_v is not None, pipeline.single_stage
@@ -133,17 +150,20 @@ def _reverse_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape:
         n = first + count - 1 - m
         if with_values:
             wait_for_values(m)
-            buffers.d_states[place.group] = d_state.astype(jnp.bfloat16)
+            buffers.d_states[place.group] = stored_state(r.rests, place, n, d_state)
         slot = pipeline.wait(m)
         kept = load_kept(r, tiles, place, slot, n)
         if is_scaled_late:
             kept = jnp.float32(1 / kernel_shape.scale) if kept is None else kept * (1 / kernel_shape.scale)
-        d_value, before, reads, row = _write_gradient(r, tiles, slot, place.own, d_state, kept, is_exact)
-        erases = scale_columns(-d_value, row).astype(jnp.bfloat16)
+        if erases_keys:
+            d_value, before, reads, row = _write_gradient(r, tiles, slot, place.own, d_state, kept, is_exact)
+            erases = scale_columns(-d_value, row).astype(jnp.bfloat16)
+        else:
+            d_value, before, reads = _linear_write_gradient(tiles, slot, place.own, d_state, kept)
 
         def add(d_state):
             multiply(d_state, reads, tiles.read.at[slot])
-            if not is_scaled_late:
+            if erases_keys and not is_scaled_late:
                 multiply(d_state, erases, erased.at[slot])
             if with_values:
                 store_value_side(slot, n, m, d_value)
@@ -151,8 +171,10 @@ def _reverse_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape:
                 fence_smem()
 
         (d_state,) = added(add, before)
-        if is_scaled_late:
+        if is_scaled_late and erases_keys:
             (d_state,) = added(lambda x: multiply(x, erases, erased.at[slot]), d_state * kernel_shape.scale)
+        elif is_scaled_late:
+            d_state = d_state * kernel_shape.scale
         pipeline.release(slot)
         return d_state
 
@@ -196,7 +218,7 @@ def _call(
         factor["residuals"] = residual_tile(num_compute_warpgroups)
     if digits is not None:
         factor["digits"] = digit_tile(num_compute_warpgroups)
-    absent = dict.fromkeys(("d_states", "d_v", "d_rest", "d_write", "d_initial_state", "offsets"))
+    absent = dict.fromkeys(("d_states", "rests", "d_v", "d_rest", "d_write", "d_initial_state", "offsets"))
     return call(
         _reverse_kernel,
         name,
@@ -265,10 +287,11 @@ def bwd_dh(
         num_stages: chunks whose tiles are in shared memory.
 
     Returns:
-        `d_states` `[B, HV, N, V, K]`, of the state after each chunk; `d_v` `[B, T, HV, V]`, `dW` times a write gate of
-        one number a token; `d_write` of such a gate, `[B, HV, T]` float32, with residuals times the gate, in which it
-        then both erases and writes; `d_rest`, if the gate is one number a channel, what rounding left of `dW` in
-        `d_v`, likewise, else None; `d_initial_state`, transposed, `[B, HV, V, K]` float32 or None.
+        `d_states` `[B, HV, N, V, K]`, of the state after each chunk; `rests`, in linear attention what rounding left of
+        these (`rests_struct`), else None; `d_v` `[B, T, HV, V]`, `dW` times a write gate of one number a token;
+        `d_write` of such a gate, `[B, HV, T]` float32, with residuals times the gate, in which it then both erases and
+        writes; `d_rest`, if the gate is one number a channel, what rounding left of `dW` in `d_v`, likewise, else None;
+        `d_initial_state`, transposed, `[B, HV, V, K]` float32 or None.
     """
     p, is_wide = kernel_shape, arrays.write is not None
     with_d_write = arrays.write_rows is not None
@@ -279,6 +302,7 @@ def bwd_dh(
     like_values = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype)
     outputs = {
         "d_states": p.per_head(p.chunks, p.value_size, p.key_size),
+        "rests": None if p.online else rests_struct(p),
         "d_v": like_values,
         "d_rest": like_values if is_wide else None,
         "d_write": parts if with_d_write else None,

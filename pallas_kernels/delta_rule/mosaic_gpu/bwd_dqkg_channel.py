@@ -14,6 +14,9 @@ and so on. Sums over later tokens, of the log decay and of its gradient, are pro
 An erase gate of one number a key channel is one more tile. It multiplies the key where that reads, and the two
 gradients in float32, of the gate and of the log decay, leave through its place.
 
+Linear attention has neither dT nor dW, and R is the values. The first warpgroup finds dP for both. States and their
+gradients have four more bits for the one product in which nothing else is rounded (`rounded_rests`).
+
 What the kernel finds of an extreme chunk is not a number; a kernel in Triton replaces it.
 """
 
@@ -40,6 +43,7 @@ from pallas_kernels.common.mosaic_gpu import (
     load_across,
     load_column,
     load_matrix,
+    load_plain,
     load_row,
     load_turned,
     matrix_buffer,
@@ -69,6 +73,7 @@ from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import (
     scaled_pairs,
 )
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import run_rows, tokens
+from pallas_kernels.delta_rule.mosaic_gpu.rounded_rests import WIDTH, refined
 
 _MIDDLE = CHUNK // 2
 _PARTS = ((0, 0), (1, 0), (0, 1))  # of two factors: all but the product of both rests
@@ -87,7 +92,7 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
     p, half = scheduler.kernel_shape, lax.axis_index("warpgroup")
     channels = pl.ds(half * SIDE, SIDE)
     count, has_resets = scheduler.count, "run" in scheduler.rows
-    has_gate = r.erase is not None
+    has_gate, online = r.erase is not None, p.online
     keys = KeyTiles(r, tiles, scheduler, half, is_across=True)
 
     def pairs_of(m, which, part):
@@ -121,19 +126,19 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
 
     def store_pairs(m, pairs):
         """Stores dP (first warpgroup) or dT. A token's score with itself has no decay, and is kept apart."""
-        pairs = scaled_pairs(pairs, half, p.scale, row("ratio", m, load_column))
+        pairs = scaled_pairs(pairs, half, p.scale, row("ratio", m, load_column)) if online else p.scale * pairs
         rows, columns = row_numbers(m), column_numbers()
 
-        @pl.when(half == 0)
-        def _():
+        def store_own():
             memory.own[...] = diagonal(pairs, m)
 
+        pl.when(half == 0)(store_own) if online else store_own()
         pairs = jnp.where(spread_rows(rows) > spread_columns(columns), pairs, 0.0)
         if has_resets:
             is_near = spread_rows(row("run", m, load_column)) == spread_columns(row("run", m))
             pairs = jnp.where(is_near, pairs, 0.0)
         for part, x in enumerate(split(pairs)):
-            pairs_of(m, half, part)[...] = x
+            pairs_of(m, half if online else 0, part)[...] = x
         fence_smem()
         arrive(memory.ready)
 
@@ -167,44 +172,91 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
         fence_smem()
         store(buffer, target)
 
+    def near_tiles(m):
+        """The tiles of dO and dW, or in linear attention of dO and V, and R `[V, C]`."""
+        near = tiles.near.at[scheduler.place("near", m)]
+        return near, tiles.residuals.at[scheduler.place("near", m)] if online else near.at[1].T
+
     def exponent_and_pairs(m, log_decay):
         """Binary exponent of `exp(G - G_m)`; stores the pairs' gradients."""
         step = by_token(jnp.maximum(turned(log_decay), MIN_LOG_DECAY), "goes_on", m)
         parts = split(step * LOG2_E)
         scheduler.wait("near", m)
-        near, residuals = tiles.near.at[scheduler.place("near", m)], tiles.residuals.at[scheduler.place("near", m)]
+        near, residuals = near_tiles(m)
 
-        def body(pairs, later):
-            multiply(pairs, near.at[half], residuals)
+        def begin_pairs(pairs):
+            multiply(pairs, near.at[half if online else 0], residuals)
+
+        def begin_later(later):
             for part in parts:
                 multiply(later, part, memory.later.at[zero(m)])
-            return awaited(pairs), awaited(later)
 
-        pairs, later = with_accumulators(body, CHUNK, CHUNK)
-        pl.when(m > 0)(lambda: wait(memory.used))
-        store_pairs(m, pairs)
+        def products(*begins):
+            def body(*totals):
+                for begin, total in zip(begins, totals):
+                    begin(total)
+                return tuple(awaited(total) for total in totals)
+
+            return with_accumulators(body, *[CHUNK] * len(begins))
+
+        def wait_and_store(pairs):
+            pl.when(m > 0)(lambda: wait(memory.used))
+            store_pairs(m, pairs)
+
+        if online:
+            pairs, later = products(begin_pairs, begin_later)
+            wait_and_store(pairs)
+        else:
+            pl.when(half == 0)(lambda: wait_and_store(*products(begin_pairs)))
+            (later,) = products(begin_later)
         after_middle = jnp.sum(jnp.where(spread_columns(column_numbers()) == _MIDDLE, later, 0.0), axis=1)
         return spread_rows(after_middle) - later
 
-    def far_products(m):
-        """`S_0 dO^T`, `S_0 dW^T`, `dS_C R^T`, and the sum of `S_0 * dS_C` over value channels."""
-        near, residuals = tiles.near.at[scheduler.place("near", m)], tiles.residuals.at[scheduler.place("near", m)]
+    def begin_rests(m):
+        """Begins to load what rounding left of the states, and of their gradients, by blocks of value channels."""
+        if online:
+            return []
+        b, n, h = scheduler.at(m)
+        columns, starts = pl.ds(half * WIDTH, WIDTH), range(0, p.value_size, SIDE)
+        return [
+            [load_plain(x.at[b, h, n, pl.ds(start, SIDE), columns]) for start in starts] for x in (r.rests, r.d_rests)
+        ]
+
+    def crossed(state, d_state, rests):
+        """The sum of `S_0 * dS_C` over value channels, of what these were before they were rounded."""
+        total: Any = 0.0
+        for i, start in enumerate(range(0, p.value_size, SIDE)):
+            x, y = (refined(load_matrix(t.at[pl.ds(start, SIDE)]), rest[i]) for t, rest in zip((state, d_state), rests))
+            total = total + x * y
+        place = memory.column_sums.at[half]
+        sums = column_sums(total, place)
+        fence_smem()
+        place.at[pl.ds(0, SIDE)][...] = sums
+        fence_smem()
+        return load_column(place.at[pl.ds(0, SIDE)])
+
+    def far_products(m, rests):
+        """`S_0 dO^T`, `S_0 dW^T` if there is dW, `dS_C R^T`, and the sum of `S_0 * dS_C` over value channels."""
+        near, residuals = near_tiles(m)
         state = tiles.states.at[scheduler.place("states", m), half]
         d_state = tiles.d_states.at[scheduler.place("d_states", m), half]
 
-        def body(read, erased, written):
+        def body(read, *others):
+            *erased, written = others
             scheduler.wait("states", m)
-            multiply(read, state.T, near.at[0].T)
-            multiply(erased, state.T, near.at[1].T)
+            for total, tile in zip((read, *erased), (0, 1)):
+                multiply(total, state.T, near.at[tile].T)
             scheduler.wait("d_states", m)
             multiply(written, d_state.T, residuals)
             kept: Any = 0.0
-            for start in range(0, p.value_size, CHUNK):
+            if not online:
+                kept = crossed(state, d_state, rests)
+            for start in range(0, p.value_size if online else 0, CHUNK):
                 x, y = (load_matrix(t.at[pl.ds(start, CHUNK)].T).astype(jnp.float32) for t in (state, d_state))
                 kept = kept + jnp.sum(x * y, axis=1)
-            return *(awaited(x) for x in (read, erased, written)), kept
+            return *(awaited(x) for x in (read, *erased, written)), kept
 
-        results = with_accumulators(body, CHUNK, CHUNK, CHUNK)
+        results = with_accumulators(body, *[CHUNK] * (3 if online else 2))
         fence_smem()
         for name in ("near", "states", "d_states"):
             scheduler.release(name, m)
@@ -229,12 +281,13 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
 
     def step(m, log_decay):
         b, n, h = scheduler.at(m)
+        rests = begin_rests(m)  # on their way meanwhile
         scheduler.wait("rows", m)
         reads = jnp.exp2(exponent_and_pairs(m, log_decay))
         keys.release_before(m)
-        read, erased, written, kept = far_products(m)
+        read, *erased, written, kept = far_products(m, rests)
         read = by_token(by_channel(p.scale * read, "front", m), "sees", m)
-        erased = by_token(by_token(by_channel(-erased, "front", m), "ratio", m), "sees", m)
+        erased = [by_token(by_token(by_channel(-x, "front", m), "ratio", m), "sees", m) for x in erased]
         written = by_token(by_channel(written, "tail", m), "reaches", m)
 
         scheduler.wait("keys", m)
@@ -245,27 +298,32 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
         # What the last token writes reaches the chunk's end whole: no decay of this chunk weakens it.
         decays = spread_columns(column_numbers()) < p.last_token(n)
         d_end = load_end("kept", m) * kept + jnp.sum(jnp.where(decays, scaled * written, 0.0), axis=1)
-        read, erased = near_products(m, (read, erased), scaled, (0, 1), transposed=True)
+        read, *erased = near_products(m, (read, *erased), scaled, (0, 1), transposed=True)
         (written,) = near_products(m, (written,), load_turned(q_tile) * reads, (0,), transposed=False)
-        (written,) = near_products(m, (written,), erase_key(m, k_tile) * reads, (1,), transposed=False)
+        if online:
+            (written,) = near_products(m, (written,), erase_key(m, k_tile) * reads, (1,), transposed=False)
         own = load_row(memory.own)
         fence_smem()
         arrive(memory.used)
 
-        erased = erased * reads
-        d_total = erase_key(m, k_tile) * erased
+        d_total: Any = None
+        if online:
+            (d_erased,) = (x * reads for x in erased)
+            d_total = erase_key(m, k_tile) * d_erased
         if has_gate:
-            d_erase, erased = load_turned(k_tile) * erased, load_gate(m) * erased
+            d_erase, d_erased = load_turned(k_tile) * d_erased, load_gate(m) * d_erased
             store_wide(m, "d_erase", d_erase, waits=False)
         elif r.d_erase is not None:
             r.d_erase[half, b, h, tokens(n)] = column_sums(d_total, memory.column_sums.at[half])
         read = read * reads
-        d_total = d_total + load_turned(q_tile) * read
+        of_queries = load_turned(q_tile) * read
+        d_total = of_queries if d_total is None else d_total + of_queries
         written = written * inverse(reads)
         d_total = d_total - jnp.where(decays, load_turned(key_tile) * written, 0.0)
         read = read + spread_columns(own) * load_turned(key_tile)
         written = written + spread_columns(own) * load_turned(q_tile)
-        keys.store(m, {"q": read, "k": erased if r.write_key is not None else erased + written, "write_key": written})
+        d_key = written if not online else d_erased if r.write_key is not None else d_erased + written
+        keys.store(m, {"q": read, "k": d_key, "write_key": written})
 
         parts = split(d_total)
 
@@ -285,7 +343,8 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
     store_later()
     lax.fori_loop(0, count, step, begin_log_decay(jnp.int32(0)))
     keys.release_before(count)
-    pl.when(count > 0)(lambda: wait(memory.used))
+    # Who does not wait for a barrier before must not do it here.
+    pl.when(count > 0 if online else (count > 0) & (half == 0))(lambda: wait(memory.used))
     wait_for_stores(only_read=False)
 
 
@@ -304,20 +363,22 @@ def channel_gradients(
     Returns:
         As in `bwd_dqkg`, but `d_log_decay` is whole, `[B, T, HV, K]` float32, and 0 where it is flat.
     """
-    p = kernel_shape
+    p, kinds = kernel_shape, 2 if kernel_shape.online else 1
     d_log_decay = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.key_size), jnp.float32)
     outputs = {**wanted, "d_log_decay": d_log_decay}
     buffers = {
-        "pairs": matrix_buffer(2, 2, CHUNK, CHUNK),
+        "pairs": matrix_buffer(kinds, 2, CHUNK, CHUNK),
         "later": matrix_buffer(1, CHUNK, CHUNK),
         "own": number_buffer(CHUNK),
         "begun": barrier(2),
-        "ready": barrier(2),  # both warpgroups' pairs are there
+        "ready": barrier(kinds),  # all pairs are there
         "used": barrier(2),  # both have read them
     }
-    if x.erase is None and wanted["d_erase"] is not None:  # of a gate of one number a token
+    # Of the states, or of a gate of one number a token.
+    if not p.online or (x.erase is None and wanted["d_erase"] is not None):
         buffers["column_sums"] = sum_buffer(2, is_small=True)
-    if x.erase is None and x.write_key is None and x.resets is None:  # else there is no room, or the gate's tile
+    # Else there is no room, or the gate's tile.
+    if not p.online or (x.erase is None and x.write_key is None and x.resets is None):
         buffers["wide"] = wide_buffer(2, CHUNK, CHUNK)
     return call(
         _compute,
@@ -328,7 +389,7 @@ def channel_gradients(
         jnp.stack([getattr(x, name) for name in _ENDS], axis=3),
         outputs,
         buffers,
-        more={"log_decay": x.log_decay},
+        more={"log_decay": x.log_decay, "rests": x.rests, "d_rests": x.d_rests},
         num_key_stages=num_key_stages,
         num_ctas=num_ctas,
     )

@@ -4,8 +4,8 @@ There are as many programs as processors. Each walks over all chunks in steps as
 go on from chunk to chunk. Two warpgroups compute, with half of the key channels each, and a third copies.
 
 Tiles come in sets with a barrier each, so that a tile's place is free as soon as it is read: `rows` (numbers a token
-or, as `ends`, a key channel), `near` (dO, dW, R), `states`, `d_states`, `keys` (q, k, k~, and an erase gate of one
-number a key channel).
+or, as `ends`, a key channel), `near` (dO, dW, R; in linear attention dO, V), `states`, `d_states`, `keys` (q, k, k~,
+and an erase gate of one number a key channel).
 """
 
 from collections.abc import Callable, Mapping
@@ -59,10 +59,10 @@ class GradientArrays(NamedTuple):
         k: `[B, T, H, K]`.
         write_key: likewise, or None.
         d_out: `[B, T, HV, V]`.
-        d_values: `dW` as the reverse pass stores it, `[B, T, HV, V]`.
+        d_values: `dW` as the reverse pass stores it, `[B, T, HV, V]`; None for linear attention.
         states: before each chunk, transposed, `[B, HV, N, V, K]`.
         d_states: gradient of the state after each chunk, `[B, HV, N, V, K]`.
-        residuals: R, transposed, `[B, HV, N, V, C]`.
+        residuals: R, transposed, `[B, HV, N, V, C]`; None for linear attention.
         ratio: what turns `dW` as stored to the gradient of what reads, `[B, T, HV]` float32; None for 1.
         erase: the erase gate if it is one number a key channel, `[B, T, HV, K]` float32, else None.
         log_decay: `[B, T, HV]`, `[B, T, HV, K]`, or None.
@@ -72,16 +72,19 @@ class GradientArrays(NamedTuple):
         kept: `exp(G_C)`, `[B, HV, N]` likewise, or `[B, HV, N, K]`.
         front: `exp(G_m)` of a channel-wise decay, `[B, HV, N, K]` float32, with `m` the chunk's middle; else None.
         tail: `exp(G_C - G_m)` likewise.
+        values: linear attention's R, `[B, T, HV, V]`; else None.
+        rests: there, what rounding left of the states, `rests_struct`; else None.
+        d_rests: there, of `d_states`.
     """
 
     q: Array
     k: Array
     write_key: Array | None
     d_out: Array
-    d_values: Array
+    d_values: Array | None
     states: Array
     d_states: Array
-    residuals: Array
+    residuals: Array | None
     ratio: Array | None
     erase: Array | None
     log_decay: Array | None
@@ -91,6 +94,9 @@ class GradientArrays(NamedTuple):
     kept: Array | None
     front: Array | None = None
     tail: Array | None = None
+    values: Array | None = None
+    rests: Array | None = None
+    d_rests: Array | None = None
 
 
 class TileScheduler(NamedTuple):
@@ -158,9 +164,10 @@ def copy_tiles(r: Any, tiles: Any, scheduler: TileScheduler) -> None:
                 if getattr(r, key) is not None:
                     yield getattr(r, key).at[b, h, n], getattr(tiles, key).at[place]
         if name == "near":
-            for j, x in enumerate((r.d_out, r.d_values)):
+            for j, x in enumerate((r.d_out, r.values if r.d_values is None else r.d_values)):
                 yield x.at[b, tokens(n), h], tiles.near.at[place, j]
-            yield r.residuals.at[b, h, n], tiles.residuals.at[place]
+            if r.residuals is not None:
+                yield r.residuals.at[b, h, n], tiles.residuals.at[place]
         for half in (0, 1):
             channels = pl.ds(half * SIDE, SIDE)
             if name in ("states", "d_states"):
@@ -325,13 +332,13 @@ def call(
     copies_gate = x.erase is not None and x.write_key is None  # else there is no room
     num_ctas = min(num_ctas, p.batch * p.value_heads * p.chunks)
     by_chunk = (p.batch, p.value_heads, p.chunks, CHUNK)
-    copied = (*KEYS, _GATE, "d_out", "d_values", "states", "d_states", "residuals")
+    copied = (*KEYS, _GATE, "d_out", "d_values", "states", "d_states", "residuals", "values")
     inputs = {name: getattr(x, name) for name in copied} | dict(more)
     inputs["rows"] = jnp.stack([row.reshape(by_chunk) for row in rows.values()], axis=3) if rows else None
     inputs["ends"] = ends
     tiles = {
         "near": matrix_buffer(1, 2, CHUNK, p.value_size),
-        "residuals": matrix_buffer(1, p.value_size, CHUNK),
+        **({} if x.residuals is None else {"residuals": matrix_buffer(1, p.value_size, CHUNK)}),
         "states": matrix_buffer(1, 2, p.value_size, SIDE),
         "d_states": matrix_buffer(1, 2, p.value_size, SIDE),
         **{key: matrix_buffer(num_key_stages, 2, CHUNK, SIDE) for key in keys},
@@ -339,7 +346,12 @@ def call(
         **({"rows": number_buffer(2, count, CHUNK)} if rows else {}),
         **({} if ends is None else {"ends": number_buffer(2, *ends.shape[3:])}),
     }
-    arrivals = {"near": 3, "states": 2, "d_states": 2, "rows": bool(rows) + (ends is not None)}
+    arrivals = {
+        "near": 2 + (x.residuals is not None),
+        "states": 2,
+        "d_states": 2,
+        "rows": bool(rows) + (ends is not None),
+    }
     arrivals["keys"] = 2 * (len(keys) + copies_gate)
     memory = {
         "tiles": tuple(tiles.values()),

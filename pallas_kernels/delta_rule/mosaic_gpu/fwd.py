@@ -3,6 +3,8 @@
     R = A (Z - Ebar S_0)      O = Q_G S_0 + P R      S_C = Diag(exp(G_C)) S_0 + K_tail^T R
 
 All matrices but keys and queries are transposed: R^T is `[V, C]`, the state `[V, K]`.
+
+Linear attention erases nothing, and R is the values: no product comes before the state's.
 """
 
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from pallas_kernels.common.mosaic_gpu import (
     barrier,
     fence_smem,
     left_parts,
+    load_matrix,
     matrix_buffer,
     multiply,
     put,
@@ -37,6 +40,7 @@ from pallas_kernels.common.mosaic_gpu import (
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     DIGIT_COLUMNS,
     PassArrays,
+    Place,
     call,
     chunk_tiles,
     keep,
@@ -48,6 +52,7 @@ from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     tokens,
     weigh_pairs,
 )
+from pallas_kernels.delta_rule.mosaic_gpu.rounded_rests import WIDTH, rests_struct, rounded_and_rests
 
 
 def residuals(
@@ -97,6 +102,22 @@ def residuals(
     return with_accumulators(body, *[CHUNK] * (2 if scaled is None else 3))
 
 
+def values_written(
+    tiles: Any, slot: Any, own: Any, state: Array, kept: Any, scaled: Callable | None = None
+) -> tuple[Array, ...]:
+    """Linear attention's `residuals`, whose first is rounded: the values as they are."""
+    values = load_matrix(tiles.v.at[slot, :, own].T)
+    if scaled is None:
+        return values, keep(state, kept)
+    left = state.astype(jnp.bfloat16)
+
+    def body(read):
+        multiply(read, left, tiles.read.at[slot].T)
+        return keep(state, kept), scaled(awaited(read))
+
+    return values, *with_accumulators(body, CHUNK)
+
+
 def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
     first, count = chunks
     finds_scores = not hasattr(tiles, "scores")
@@ -126,11 +147,15 @@ def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: 
                 else scale_columns(out, row_of(tiles, "read_rows", slot))
             )
 
-        residual, after, out = residuals(
-            tiles, slot, place.own, state, kept, is_exact, scaled, reads_first=finds_scores, meanwhile=meanwhile
-        )
-        written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
-        residual = residual.astype(jnp.bfloat16)
+        if kernel_shape.online:
+            residual, after, out = residuals(
+                tiles, slot, place.own, state, kept, is_exact, scaled, reads_first=finds_scores, meanwhile=meanwhile
+            )
+            written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
+            residual = residual.astype(jnp.bfloat16)
+        else:
+            residual, after, out = values_written(tiles, slot, place.own, state, kept, scaled)
+            written = residual
 
         def add(state, out):
             multiply(state, written, tiles.written.at[slot])
@@ -201,20 +226,37 @@ def _find_scores(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: Ke
     wait_for_stores(only_read=False)
 
 
+def stored_state(rests: Any, place: Place, chunk: Any, state: Array) -> Array:
+    """A state, or its gradient, rounded; stores what rounding leaves in `rests` `[B, HV, N, V, K / 8]` unless None."""
+    if rests is None:
+        return state.astype(jnp.bfloat16)
+    rounded, parts = rounded_and_rests(state)
+    for i, part in enumerate(parts):
+        put(rests.at[place.batch, place.head, chunk, place.channels, pl.ds(i * WIDTH, WIDTH)], part)
+    return rounded
+
+
 def _states_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape):
     first, count = chunks
 
     def step(m, state):
         n = first + m
         wait_for_stores()
-        buffers.states[place.group] = state.astype(jnp.bfloat16)
+        buffers.states[place.group] = stored_state(r.rests, place, n, state)
         slot = pipeline.wait(m)
         kept = load_kept(r, tiles, place, slot, n)
-        residual, after = residuals(tiles, slot, place.own, state, kept, True)
-        written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
+        if kernel_shape.online:
+            residual, after = residuals(tiles, slot, place.own, state, kept, True)
+            written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
+        else:
+            written, after = values_written(tiles, slot, place.own, state, kept)
 
         def add(state):
             multiply(state, written, tiles.written.at[slot])
+            if r.residuals is None:
+                fence_smem()
+                store(buffers.states.at[place.group], r.states.at[place.batch, place.head, n, place.channels])
+                return
             if r.digits is None:
                 rounded = residual.astype(jnp.bfloat16)
             else:
@@ -289,13 +331,19 @@ def fwd_h(
     with_digits: bool,
     num_compute_warpgroups: int,
     num_stages: int,
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[Array, Array | None, Array | None]:
     """For the backward: the state before each chunk `[B, HV, N, V, K]` and the residuals `[B, HV, N, V, C]`.
 
     `with_digits`, the third result has two further digits of the residuals, `[B, HV, N, V, 8]` (`rounded_and_digits`).
+    Linear attention has no residuals, since they are the values; its third result is what rounding leaves of the
+    states, `rests_struct`.
     """
     p = kernel_shape
     arrays = arrays._replace(read=None, scores=None, read_rows=None)
+    residual = p.per_head(p.chunks, p.value_size, CHUNK) if p.online else None
+    buffers = {"states": matrix_buffer(num_compute_warpgroups, SIDE, p.key_size)}
+    if residual is not None:
+        buffers["residuals"] = matrix_buffer(num_compute_warpgroups, SIDE, CHUNK)
     results = call(
         _states_kernel,
         "delta_states",
@@ -303,15 +351,13 @@ def fwd_h(
         {**arrays.by_name(), "split_states": split_states},
         {
             "states": p.per_head(p.chunks, p.value_size, p.key_size),
-            "residuals": p.per_head(p.chunks, p.value_size, CHUNK),
+            "residuals": residual,
             "digits": p.per_head(p.chunks, p.value_size, DIGIT_COLUMNS, dtype=jnp.int16) if with_digits else None,
+            "rests": None if p.online else rests_struct(p),
         },
         chunk_tiles(p, arrays, num_compute_warpgroups),
-        {
-            "states": matrix_buffer(num_compute_warpgroups, SIDE, p.key_size),
-            "residuals": matrix_buffer(num_compute_warpgroups, SIDE, CHUNK),
-        },
+        buffers,
         num_compute_warpgroups=num_compute_warpgroups,
         num_stages=num_stages,
     )
-    return results["states"], results["residuals"], results["digits"]  # type: ignore[return-value]
+    return results["states"], results["residuals"], results["digits" if p.online else "rests"]  # type: ignore[return-value]

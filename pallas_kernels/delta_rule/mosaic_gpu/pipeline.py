@@ -162,7 +162,7 @@ class PassArrays(NamedTuple):
         erased: keys that are erased; None where they are the same.
         read: queries; None where nothing is read.
         v: values `[B, T, HV, V]`; None where no values take part.
-        inverse: A, `[B, HV, N, C, C]`.
+        inverse: A, `[B, HV, N, C, C]`; None for linear attention.
         scores: P, likewise; None where nothing is read.
         write: the write gate if it is one number a channel, `[B, T, HV, V]` bfloat16 or float32, else None.
         write_rows: the write gate if it is one number a token, `[B, HV, T]` float32, else None.
@@ -179,7 +179,7 @@ class PassArrays(NamedTuple):
     erased: Keys | None
     read: Keys | None
     v: Array | None
-    inverse: Array
+    inverse: Array | None
     scores: Array | None
     write: Array | None
     write_rows: Array | None

@@ -3,6 +3,7 @@
 A program has value channels or key channels. With value channels it starts from zero and ends with rows of N,
 transposed. With key channels it starts from rows of the unit matrix, writes no values, and ends with rows of M,
 transposed. Where almost nothing of a state survives a split, M counts as zero, and its programs have nothing to do.
+Linear attention's M is a diagonal, the product of the chunks' decays, and no program has key channels.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from pallas_kernels.common.mosaic_gpu import (
     split,
     unit_rows,
 )
-from pallas_kernels.delta_rule.mosaic_gpu.fwd import residuals
+from pallas_kernels.delta_rule.mosaic_gpu.fwd import residuals, values_written
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     PassArrays,
     Place,
@@ -37,9 +38,11 @@ from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     load_kept,
     row_of,
     split_span,
+    start_state,
 )
 
 _AHEAD = 16  # loads that are begun together
+_SMALLEST = 1e-37
 
 
 def _survival(r: Any, buffers: Any, place: Place, kernel_shape: KernelShape, first: Any, count: Any) -> Array:
@@ -56,7 +59,7 @@ def _survival(r: Any, buffers: Any, place: Place, kernel_shape: KernelShape, fir
             kept = [r.kept[place.batch, place.head, n] for n in chunks]
         growth = [None if r.growth is None else r.growth[place.batch, place.head, n] for n in chunks]
         for step, factor, more in zip(steps, kept, growth):
-            log = jnp.log(jnp.maximum(factor, 1e-37))
+            log = jnp.log(jnp.maximum(factor, _SMALLEST))
             logs = logs + jnp.where(step < count, log if more is None else log + more, 0.0)
         return logs
 
@@ -171,3 +174,59 @@ def split_transitions(
         blocks=p.value_size // width + p.key_size // width,
         span=_span,
     )
+
+
+def _increments_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape):
+    first, count = chunks
+
+    def step(m, state):
+        slot = pipeline.wait(m)
+        kept = load_kept(r, tiles, place, slot, first + m)
+        written, after = values_written(tiles, slot, place.own, state, kept)
+
+        def add(state):
+            multiply(state, written, tiles.written.at[slot])
+            fence_smem()
+
+        (state,) = added(add, after)
+        pipeline.release(slot)
+        return state
+
+    state = lax.fori_loop(0, count, step, start_state(None, place, kernel_shape.key_size))
+    r.offset[place.batch, place.head, place.split, place.channels] = state
+
+
+def linear_split_transitions(
+    kernel_shape: KernelShape, arrays: PassArrays, *, num_compute_warpgroups: int, num_stages: int
+) -> dict[str, Array | None]:
+    """M and N of each split under linear attention's decay of one number a channel; XLA multiplies the decays.
+
+    Args:
+        kernel_shape: static facts.
+        arrays: what a pass reads.
+        num_compute_warpgroups: blocks of 64 value channels of a program.
+        num_stages: chunks whose tiles are in shared memory.
+
+    Returns:
+        As `split_transitions`, but `transition` is the diagonal of M, `[B, HV, P, K]` float32, and has no rest.
+    """
+    p, kept = kernel_shape, arrays.kept
+    assert kept is not None
+    arrays = arrays._replace(read=None, scores=None, read_rows=None)
+    found = call(
+        _increments_kernel,
+        "delta_segment_maps",
+        p,
+        arrays.by_name(),
+        {"offset": p.per_head(p.num_splits, p.value_size, p.key_size, dtype=jnp.float32)},
+        chunk_tiles(p, arrays, num_compute_warpgroups),
+        {},
+        num_compute_warpgroups=num_compute_warpgroups,
+        num_stages=num_stages,
+    )
+    absent = p.num_splits * p.chunks_per_split - p.chunks  # of the last split
+    kept = jnp.pad(kept, ((0, 0), (0, 0), (0, absent), (0, 0)), constant_values=1.0)
+    kept = kept.reshape(p.batch, p.value_heads, p.num_splits, p.chunks_per_split, p.key_size)
+    transition = jnp.prod(kept, axis=3)
+    survival = jnp.log(jnp.maximum(jnp.max(transition, axis=3), _SMALLEST))
+    return {**found, "transition": transition, "transition_rest": None, "survival": survival}

@@ -58,13 +58,11 @@ def split_transitions(
         return None
     at = _launch(launch)
     arrays = _arrays(inputs, prepared)
-    results = mosaic_split_sequence.split_transitions(
-        kernel_shape,
-        arrays,
-        prepared.growth,
-        num_compute_warpgroups=at.num_compute_warpgroups,
-        num_stages=at.num_stages,
-    )
+    sizes = {"num_compute_warpgroups": at.num_compute_warpgroups, "num_stages": at.num_stages}
+    if kernel_shape.online:
+        results = mosaic_split_sequence.split_transitions(kernel_shape, arrays, prepared.growth, **sizes)
+    else:
+        results = mosaic_split_sequence.linear_split_transitions(kernel_shape, arrays, **sizes)
     return SplitTransitions(**results)  # type: ignore[arg-type]
 
 
@@ -105,8 +103,8 @@ def fwd_h(
     launch: KernelConfig,
     *,
     with_digits: bool,
-) -> tuple[Array, Array, Array | None]:
-    """For the backward: states, residuals and, `with_digits`, further digits of these; see `fwd.fwd_h`."""
+) -> tuple[Array, Array | None, Array | None]:
+    """For the backward: states, residuals and, `with_digits`, further digits; see `fwd.fwd_h`."""
     at = _launch(launch)
     arrays, split_states = _arrays(inputs, prepared), _split_states(inputs.initial_state, split_states)
     return mosaic_fwd.fwd_h(
@@ -174,6 +172,7 @@ def bwd_dh(
         d_written=d_written,
         d_write=d_write,
         d_initial_state=None if d_initial is None else jnp.swapaxes(d_initial, 2, 3),
+        rests=results["rests"],
     )
 
 
@@ -201,10 +200,13 @@ def bwd_dqkg(
         k=x.k,
         write_key=x.write_key,
         d_out=d_out,
-        d_values=saved.back.d_values,
+        d_values=saved.back.d_values if kernel_shape.online else None,
         states=saved.states,
         d_states=saved.back.d_states,
         residuals=saved.residuals,
+        values=None if kernel_shape.online else x.v,
+        rests=saved.rests,
+        d_rests=saved.back.rests,
         ratio=None if tied_gates else reader_ratio(erase, write),
         erase=x.erase if is_channel_wise(x.erase) else None,
         log_decay=x.log_decay,
@@ -303,13 +305,14 @@ def _arrays(inputs: Inputs, prepared: WYFactors) -> PassArrays:
     write_rows = prepared.write_rows
     if write_rows is None and write is not None:  # the copy engine takes numbers that lie side by side
         write_rows = jnp.swapaxes(write, 1, 2)
-    has_own_erased = prepared.erased is not None or prepared.written is not None or x.write_key is not None
+    # Under a channel-wise decay keys are stored as they are erased, but for linear attention.
+    has_own_erased = prepared.erased is not None or (prepared.written is None and x.write_key is not None)
     return PassArrays(
         written=keys(prepared.written, x.k if x.write_key is None else x.write_key),
         erased=keys(prepared.erased, x.k) if has_own_erased else None,
         read=keys(prepared.read, x.q),
         v=x.v,
-        inverse=prepared.inverse,  # type: ignore[arg-type]
+        inverse=prepared.inverse,
         scores=prepared.scores,
         write=x.write if is_channel_wise(x.write) else None,
         write_rows=write_rows,

@@ -11,6 +11,9 @@ A warpgroup has a chunk for itself, and goes over its key channels in blocks of 
 are products with matrices of -1, 0 and 1. Q' and E' are left operands of the pairs' products, in registers; K' goes
 through shared memory. The scaled matrices leave through the tiles that they are made of.
 
+Linear attention erases nothing: there P is the only matrix of pairs, and nothing is inverted. Its written keys leave
+through the keys' tile, since nothing else is made of them.
+
 What the kernel finds of an extreme chunk, but for `extreme`, `front`, `tail` and `kept`, is not a number; a kernel in
 Triton replaces it.
 """
@@ -65,6 +68,9 @@ _SUMS = 8  # the fewest columns of a product
 def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> None:
     """One warpgroup's chunks."""
     p = scheduler.kernel_shape
+    sources = {"read": "q", "erased": "k", "written": "k" if not p.online else "written"}
+    if r.write_key is not None:
+        sources["written"] = "write_key"
 
     def numbers(m, name):
         """One of `_NUMBERS`, of all channels."""
@@ -126,8 +132,8 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
 
         release() if part else pl.when(m > 0)(release)
 
-    def add_block(m, part, scores, erased_pairs):
-        """Adds a block's pairs, and stores its scaled matrices."""
+    def add_block(m, part, pairs):
+        """Adds a block's pairs, of scores and of what is erased, and stores its scaled matrices."""
         b, n, h = scheduler.at(m)
         release_before(m, part)
         slot, channels = scheduler.wait(m, part), scheduler.channels(part)
@@ -143,32 +149,35 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
         leave("written", written * tail, "reaches")
         store_parts(m, written)
         reads = jnp.exp2(exponent)
-        erased = k * reads
-        if r.erase is not None:
-            erased = matrix("erase", slot) * erased
-        erased = by_token(erased, "erase", m)
-        leave("erased", erased * front, "sees")
+        if p.online:
+            erased = k * reads
+            if r.erase is not None:
+                erased = matrix("erase", slot) * erased
+            erased = by_token(erased, "erase", m)
+            leave("erased", erased * front, "sees")
         read = matrix("q", slot) * reads
         leave("read", read * front, "sees")
-        erased, (high, low) = erased.astype(jnp.bfloat16), split(read)
+        if p.online:
+            erased = erased.astype(jnp.bfloat16)
+        high, low = split(read)
         fence_smem()
-        for name in ("written", "erased", "read"):
+        for name in ("written", "erased", "read") if p.online else ("written", "read"):
             store(tile(name, slot), getattr(r, name).at[b, h, tokens(n), channels], last=name == "read")
 
-        def body(scores, erased_pairs):
+        def body(scores, *erased_pairs):
             # Q' and K' go in two parts each: rounding them would double the error of the output.
-            multiply(erased_pairs, erased, part_of(m, 0).T)
-            multiply(erased_pairs, erased, part_of(m, 1).T)
+            for total in erased_pairs:
+                multiply(total, erased, part_of(m, 0).T)
+                multiply(total, erased, part_of(m, 1).T)
             multiply(scores, high, part_of(m, 0).T)
             multiply(scores, low, part_of(m, 0).T)
             multiply(scores, high, part_of(m, 1).T)
 
-        return added(body, scores, erased_pairs)
+        return added(body, *pairs)
 
     def tile(name, slot):
         """The tile through which a scaled matrix leaves."""
-        source = {"read": "q", "erased": "k", "written": "written" if r.write_key is None else "write_key"}[name]
-        return getattr(tiles, source).at[slot]
+        return getattr(tiles, sources[name]).at[slot]
 
     def causal(m, pairs, *, strict):
         rows, columns = spread_rows(row_numbers(m)), spread_columns(column_numbers())
@@ -180,22 +189,26 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
     def step(m, _):
         b, n, h = scheduler.at(m)
         scheduler.wait_for_rows(m)
-        scores, erased_pairs = zeros(CHUNK, CHUNK), zeros(CHUNK, CHUNK)
+        found = tuple(zeros(CHUNK, CHUNK) for _ in range(2 if p.online else 1))
         for part in range(scheduler.parts):
-            scores, erased_pairs = add_block(m, part, scores, erased_pairs)
+            found = add_block(m, part, found)
+        scores, *erased_pairs = found
         pairs = memory.pairs.at[scheduler.own(m)]
         pairs[...] = (p.scale * causal(m, scores, strict=False)).astype(jnp.bfloat16)
-        own = diagonal(erased_pairs, m)
-        lower = causal(m, erased_pairs, strict=True)
+        if p.online:
+            own = diagonal(erased_pairs[0], m)
+            lower = causal(m, erased_pairs[0], strict=True)
         fence_smem()
         store(pairs, r.scores.at[b, h, n])
         for name in ("front", "tail", "kept"):
             store(numbers(m, name), getattr(r, name).at[b, h, n], last=name == "kept")
         r.extreme[b, h, n] = (reduced(numbers(m, "loss"), maximum) > MAX_EXPONENT * LOG2_E).astype(jnp.int32)
-        store_growth(r, scheduler, m, own, numbers(m, "loss"))
+        if p.online:
+            store_growth(r, scheduler, m, own, numbers(m, "loss"))
         fence_smem()
         scheduler.release_rows(m)
-        store_inverse(r, memory, scheduler, m, lower)
+        if p.online:
+            store_inverse(r, memory, scheduler, m, lower)
         return _
 
     lax.fori_loop(0, scheduler.count, step, jnp.int32(0))
@@ -229,13 +242,15 @@ def channel_factors(
     matrix, channels = p.per_head(p.chunks, CHUNK, CHUNK), p.per_head(p.length, p.key_size)
     numbers = p.per_head(p.chunks, p.key_size, dtype=jnp.float32)
     outputs = {
-        "inverse": matrix,
+        "inverse": matrix if p.online else None,
         "scores": matrix,
         **dict.fromkeys(("read", "erased", "written"), channels),
         **dict.fromkeys(("front", "tail", "kept"), numbers),
-        "growth": p.per_head(p.chunks, dtype=jnp.float32) if p.num_splits > 1 else None,
+        "growth": p.per_head(p.chunks, dtype=jnp.float32) if p.online and p.num_splits > 1 else None,
         "extreme": p.per_head(p.chunks, dtype=jnp.int32),
     }
+    if not p.online:
+        outputs["erased"] = None
 
     def buffers(num_compute_warpgroups):
         return pair_buffers(num_compute_warpgroups) | {
@@ -256,5 +271,5 @@ def channel_factors(
         parts=p.key_size // SIDE,
         num_stages=num_stages,
         num_ctas=num_ctas,
-        with_written=x.write_key is None,
+        with_written=p.online and x.write_key is None,
     )

@@ -141,6 +141,7 @@ class Reversed(NamedTuple):
             None.
         d_write: gradient of the write gate in its shape, float32 if that is one number a token; None without a gate.
         d_initial_state: `[B, HV, K, V]` float32; None without an initial state.
+        rests: what rounding left of `d_states`, for linear attention in Mosaic GPU (`rounded_rests` there); else None.
     """
 
     d_states: Array
@@ -148,6 +149,7 @@ class Reversed(NamedTuple):
     d_written: Array | None
     d_write: Array | None
     d_initial_state: Array | None
+    rests: Array | None = None
 
     @property
     def d_values(self) -> Array:
@@ -256,4 +258,4 @@ def bwd_dh(
     )
     if d_write is not None and not is_wide:
         results["d_write"] = jnp.sum(results["d_write"], axis=0)  # type: ignore[arg-type]
-    return Reversed(**{name: results[name] for name in Reversed._fields})  # type: ignore[arg-type]
+    return Reversed(**{name: results.get(name) for name in Reversed._fields})  # type: ignore[arg-type]

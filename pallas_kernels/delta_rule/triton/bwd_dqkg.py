@@ -42,6 +42,7 @@ from pallas_kernels.delta_rule.triton.bwd_pairs import (
     PairGradients,
     Saved,
     is_row,
+    load_residuals,
     loaded_reader_ratio,
     scale_rows,
 )
@@ -61,7 +62,7 @@ def _state_products(
         return StateProducts(
             read=dot_halves(d_out, state) if of_readers else None,
             erased=dot(r.d_values[:, part], state) if of_readers and kernel_shape.online else None,
-            written=dot_halves(r.residuals[part, :], d_state, (0, 0)) if of_written else None,
+            written=dot_halves(load_residuals(r, part), d_state, (0, 0)) if of_written else None,
             kept=keep(state, d_state) if of_written and r.log_decay is not None else None,
             added=dot(r.v[:, part], d_state) if of_written and r.v is not None else None,
         )
@@ -310,6 +311,7 @@ def _arguments(
         "states": blocks.state(saved.states),
         "d_states": blocks.state(saved.back.d_states),
         "residuals": blocks.matrix(saved.residuals, shape.value_size),
+        "values": blocks.token_values(x.v) if saved.residuals is None else None,
         "d_values": blocks.token_values(saved.back.d_values) if shape.online else None,
         "d_scores": blocks.matrix(pairs.d_scores, CHUNK),
         "d_erased": blocks.matrix(pairs.d_erased, CHUNK),

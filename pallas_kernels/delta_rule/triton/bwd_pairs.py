@@ -28,13 +28,15 @@ class Saved(NamedTuple):
 
     Attributes:
         states: before each chunk, transposed, `[B, HV, N, V, K]`.
-        residuals: R, transposed, `[B, HV, N, V, C]`.
+        residuals: R, transposed, `[B, HV, N, V, C]`; None where they are the values (linear attention in Mosaic GPU).
         back: gradients that the reverse pass found.
+        rests: what rounding left of the states, for linear attention in Mosaic GPU (`rounded_rests` there); else None.
     """
 
     states: Array
-    residuals: Array
+    residuals: Array | None
     back: Reversed
+    rests: Array | None = None
 
 
 class PairGradients(NamedTuple):
@@ -93,6 +95,11 @@ def scale_rows(x: Any, rows: Any) -> Any:
     return x if rows is None else rows[:, None] * x
 
 
+def load_residuals(r, part) -> Array:
+    """A block of channels of R, `[., C]`."""
+    return r.values[:, part].T if r.residuals is None else r.residuals[part, :]
+
+
 def _pairs_kernel(r, *, kernel_shape: KernelShape, block: int, tied_gates: bool):
     def store():
         _store_pairs(r, kernel_shape, block, tied_gates)
@@ -105,7 +112,7 @@ def _pairs_kernel(r, *, kernel_shape: KernelShape, block: int, tied_gates: bool)
 
 def _store_pairs(r, kernel_shape: KernelShape, block: int, tied_gates: bool):
     def terms(part):
-        residual = r.residuals[part, :]
+        residual = load_residuals(r, part)
         d_scores = dot(r.d_out[:, part], residual)
         return (d_scores, dot(r.d_values[:, part], residual)) if kernel_shape.online else (d_scores,)
 
@@ -176,6 +183,7 @@ def bwd_pairs(
             "resets": p.of_position(x.resets, at),
             "d_out": token(d_out),
             "residuals": of_matrix(saved.residuals, p.value_size),
+            "values": token(x.v) if saved.residuals is None else None,
             "d_values": token(saved.back.d_values) if p.online else None,
             "extreme": p.of_head(extreme, (None,), lambda h, n, b: (b, h, n)),
             "v": None if x.value_key is None else token(x.v),

@@ -390,6 +390,9 @@ def with_extreme(
     """
     operands, static = _arguments(kernel_shape, inputs, launch)
     found = {name: operand for name, operand in _outputs(kernel_shape, inputs).items() if name in names and operand}
+    updates = {name: dataclasses.replace(at, array=getattr(prepared, name)) for name, at in found.items()}
+    if "scores" in found:  # in the dtype in which the kernel before has them
+        found["scores"] = updates["scores"]
     exact = call(
         _extreme_kernel,
         "delta_prepare_extreme",
@@ -397,7 +400,7 @@ def with_extreme(
         {**operands, "extreme": _of_chunk(kernel_shape, prepared.extreme)},
         {**dict.fromkeys(OF_EXTREME), **found},
         launch,
-        updates={name: dataclasses.replace(at, array=getattr(prepared, name)) for name, at in found.items()},
+        updates=updates,
         **static,
     )
     return prepared._replace(**{name: exact[name] for name in found})

@@ -69,7 +69,7 @@ def linear_attention(
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of all implementations but `"scan"`.
         implementation: `"scan"` (token by token: the reference, and the one that `jax.jvp` goes through), `"chunked"`
             (XLA, any device), `"triton"` (Pallas kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves
-            tests), `"mosaic"` (Pallas' Mosaic GPU kernels for Hopper cards, no decay or one a head), or None for the
+            tests), `"mosaic"` (Pallas' Mosaic GPU kernels for Hopper cards), or None for the
             fastest that supports the case. Gradients can be differentiated again, forwards and backwards: those of
             kernels by way of `"chunked"`.
 
@@ -105,7 +105,7 @@ def linear_attention(
         implementation,
         implementations,
         q.shape[1],
-        slower={"mosaic": lambda: not kernel_operators().linear_attention.is_mosaic_faster(v)},
+        slower={"mosaic": lambda: not kernel_operators().linear_attention.is_mosaic_faster(v, log_decay)},
         triton=lambda: reason("triton"),
         mosaic=lambda: reason("mosaic"),
     )

@@ -94,11 +94,11 @@ def test_parts_of_a_wide_head_are_heads_that_share_a_key(by_channel):
     q, k = jnp.asarray(random.standard_normal((2, 2, 7, 2, 8)), jnp.float32)
     v, write = jnp.asarray(random.standard_normal((2, 2, 7, 4, 256)), jnp.float32)
     write = write if by_channel else write[..., 0]
-    log_decay = -jnp.asarray(random.random((2, 7, 4)), jnp.float32)
+    log_decay = -jnp.asarray(random.random((2, 7, 4, 8) if by_channel else (2, 7, 4)), jnp.float32)
     state = jnp.asarray(random.standard_normal((2, 4, 8, 256)), jnp.float32)
     run = functools.partial(ops.linear_attention, q, k, implementation="scan")
     expected = run(v, log_decay=log_decay, write=write, initial_state=state)
-    values, (decay, gate), first = api._narrow_heads(v, (log_decay, write), state)
+    values, decay, (gate,), first = api._narrow_heads(v, log_decay, (write,), state)
     assert values.shape == (2, 7, 8, 128)
     found = api._wide_heads(*run(values, log_decay=decay, write=gate, initial_state=first), v)
     for x, right in zip(found, expected, strict=True):
