@@ -111,6 +111,20 @@ def test_other_heads_are_refused_with_the_reason(monkeypatch):
     assert "single token" in reason(128, 128, length=1) and "float32" in reason(128, 128, dtype=jnp.float32)
 
 
-def test_they_are_not_chosen_unasked():
-    v = jnp.zeros((8, 4096, 16, 128), jnp.bfloat16)
-    assert api.is_mosaic_faster(v, v[..., 0]) and not api.is_mosaic_faster(v, v)
+def test_they_are_chosen_for_fewer_chunks_than_those_of_one_decay_a_head():
+    def faster(length, channels=True, values=128):
+        v = jnp.zeros((1, length, 8, values), jnp.bfloat16)
+        return api.is_mosaic_faster(v, v if channels else v[..., 0])
+
+    assert faster(8192) and not faster(8191) and not faster(8192, channels=False)
+    assert faster(4096, values=256) and not faster(4096)  # two heads that share a key
+
+
+def test_a_call_takes_them_by_itself():
+    def kernels(length):
+        x = dict.fromkeys(("q", "k", "v", "log_decay"), jax.ShapeDtypeStruct((1, length, 8, 128), jnp.bfloat16))
+        with jax.sharding.use_abstract_mesh(H200):
+            traced = jax.jit(lambda x: ops.linear_attention(**x)[0]).trace(x)
+        return traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2")
+
+    assert (kernels(4096), kernels(8192)) == (0, 3)
