@@ -10,6 +10,7 @@ READOUT = "one warp holds all channels of its tokens; `GramSchedule` was chosen 
 OPERANDS = "three sums, a factor and a product's left operand of a chunk in registers at once; no wgmma waits"
 GATES = "gates by channel in float32, with launches that were chosen without them"
 COPIES = "places in arrays, stored before the loops, read mostly by the warpgroup that copies; no wgmma waits"
+SCORES = "two registers of the warpgroup that finds scores to keep, stored and loaded once a chunk; no wgmma waits"
 MMA = "state, residuals and output of 64 rows in one warpgroup, all in registers; for cards without wgmma, untimed"
 
 KNOWN: tuple[tuple[str, str, int, str], ...] = (
@@ -22,6 +23,7 @@ KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("", "delta_gradients_extreme", 720, EXTREME),
     ("", "linear_sums", 144, TUNED),
     ("few heads", "delta_output_mosaic", 8, COPIES),
+    ("scalar-128x128-bfloat16 many heads", "delta_output_mosaic", 8, SCORES),
     ("channel-128x128-bfloat16 few heads", "delta_reverse_mosaic", 8, COPIES),
     ("delta+key", "delta_gradients_mosaic", 28, COPIES),
     ("channel", "delta_channel_gradients_mosaic", 80, OPERANDS),
