@@ -26,6 +26,7 @@ from rnnlib.training.config import TrainConfig
 from rnnlib.training.distributed import broadcast_from_primary
 from rnnlib.training.evaluation import evaluation_view
 from rnnlib.training.flops import PEAK, step_flops
+from rnnlib.training.kernels_ahead import compile_kernels_ahead
 from rnnlib.training.memory import bytes_of_each_device, check_fits, device_bytes
 from rnnlib.training.mesh import make_mesh, mesh_sizes, param_shardings, tp_size
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
@@ -283,6 +284,8 @@ class CompiledSteps:
         with self._lock:
             if self._compiling is None and self.config.model.remat != "auto" and jax.process_count() == 1:
                 lowered = self.train_step.lower(abstract_state(self.template, self.mesh), self._abstract_batch())
+                if self.mesh is None and jax.default_backend() == "gpu":
+                    compile_kernels_ahead(lowered, COMPILING)
                 made = _in_thread(functools.partial(compiled_and_whether_new, lowered))
                 self._compiling = concurrent.futures.Future()
                 made.add_done_callback(functools.partial(self._finish, self._compiling))
