@@ -9,13 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.delta_rule.inputs import crop_results, make_inputs, pad_inputs
 from pallas_kernels.linear_attention import api
 from pallas_kernels.linear_attention.mosaic_gpu import vjp
-from pallas_kernels.linear_attention.mosaic_gpu.decay import Factors
-from pallas_kernels.linear_attention.mosaic_gpu.decay_gradient import log_decay_gradient
-from pallas_kernels.linear_attention.mosaic_gpu.sums import STATES_EVERY, Sums
 from rnnlib import ops
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import NO, Case, relative_error, scan, value_and_gradients
@@ -85,23 +81,11 @@ def test_what_crosses_chunks_between_stored_states_is_found_from_reads_and_write
     for n in reversed(range(chunks)):
         gradients[n] = kept[0, 0, n] * gradients[n + 1] + read[n]
     crossed = np.array([kept[0, 0, n] * np.sum(states[n] * gradients[n + 1]) for n in range(chunks)])
-    # Chunks read by their first token and write by their last: a token between has the product alone.
-    far = np.zeros((2, 1, 1, 1, chunks, CHUNK), np.float32)
-    far[0, ..., 0] = [np.sum(read[n] * states[n]) for n in range(chunks)]
-    far[1, ..., -1] = [np.sum(added[n] * gradients[n + 1]) for n in range(chunks)]
-    found = np.zeros((1, 1, 1, 3, CHUNK), np.float32)
-    found[..., 0] = [np.sum(states[n] * gradients[n + 1]) for n in range(0, chunks, STATES_EVERY)]
-    q_far, k_far = jnp.asarray(far.reshape(2, 1, 1, 1, -1))
-    none = jnp.zeros_like(q_far)
-    inputs = make_inputs(
-        *jnp.zeros((3, 1, chunks * CHUNK, 1, 64)), *[None] * 3, jnp.zeros((1, chunks * CHUNK, 1)), None, None
-    )
-    kernel_shape = vjp._kernel_shape(vjp.Options(1.0, 1, 132), inputs)
-    back = Factors(None, (), jnp.asarray(kept, jnp.float32))
-    d_q = Sums(none, None, none, none, q_far, None, None, None, None)
-    d_k = Sums(none, None, None, None, k_far, None, None, None, jnp.asarray(found))
-    gradient = log_decay_gradient(kernel_shape, inputs, back, d_q, d_k).reshape(chunks, CHUNK)
-    np.testing.assert_allclose(gradient[:, 1:], np.repeat(crossed[:, None], CHUNK - 1, 1), atol=2e-5)
+    reads = np.array([np.sum(read[n] * states[n]) for n in range(chunks)])
+    writes = np.array([np.sum(added[n] * gradients[n + 1]) for n in range(chunks)])
+    arrays = (jnp.asarray(x, jnp.float32)[None, None] for x in (reads, writes, crossed[:: vjp.STATES_EVERY]))
+    found = vjp._crossed(*arrays, jnp.asarray(kept, jnp.float32))
+    np.testing.assert_allclose(found[0, 0], crossed, atol=2e-5)
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
