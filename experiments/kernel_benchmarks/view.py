@@ -99,8 +99,12 @@ class View:
         self.records: list[Record] = results["records"]
         names = {r.get("implementation") for r in self.records}
         self.ours = "ours" if "ours" in names else "triton"
-        # Where a run has what a call takes by itself, Triton's kernels are that of the operators that it has not.
-        self._apart = {r.get("operator") for r in self.records if r.get("implementation") == "ours"}
+        # Where a run has what a call takes by itself, Triton's kernels are that where it has not.
+        self._apart = {
+            (r["operator"], tuple(r["shape"]))
+            for r in self.records
+            if r.get("implementation") == "ours" and r.get("of", r["kind"]) == "time"
+        }
         first = results.get("commit", "").partition(", ")[0]  # records that were added later have their own
         self.commit = ", ".join(dict.fromkeys(r.get("commit", first) for r in self.records if r["kind"] == "time"))
         ceiling = next((r for r in self.records if r["kind"] == "ceiling"), None)
@@ -122,7 +126,7 @@ class View:
 
     def record(self, implementation: str, operator: str, shape: Shape, run: str) -> Record | None:
         """The record of a time."""
-        if implementation == "ours" and operator not in self._apart:
+        if implementation == "ours" and (operator, shape) not in self._apart:
             implementation = "triton"
         return self._times.get((implementation, operator, shape, run))
 
@@ -134,9 +138,13 @@ class View:
         return record[field] if record else None
 
     def baseline(self, operator: str, baseline: str, shape: Shape, run: str) -> float | None:
-        """Our device time of an operator's baseline, on the same GPU as the operator's."""
-        beside = self._beside.get((operator, shape, run))
-        return self.time(self.ours, baseline, shape, run) if beside is None else beside
+        """Our device time of an operator's baseline, on the same GPU as the operator's; None of another commit's."""
+        if (beside := self._beside.get((operator, shape, run))) is not None:
+            return beside
+        its, ours = (self.record(self.ours, name, shape, run) for name in (baseline, operator))
+        if its is None or (ours is not None and ours.get("commit") != its.get("commit")):
+            return None
+        return its["device_ms"]
 
     @property
     def head_sizes(self) -> tuple[int, int]:

@@ -322,6 +322,10 @@ def test_runs_are_joined_with_the_last_time_of_each(tmp_path, capsys):
     view = View(results)
     found = {(name, op): view.time(name, op, shape, "forward") for name in ("ours", "fla") for op in operators}
     assert list(found.values()) == [0.4, 0.2, 0.5, 0.6]
+    assert view.baseline("kda", "linear_attention", shape, "forward") is None  # it was timed by another commit
+    assert view.baseline("kda", "kda", shape, "forward") == 0.2
+    mixed = View({**results, "records": [*results["records"], *time("triton", "kda", 0.8, other)]})
+    assert mixed.time("ours", "kda", other, "forward") == 0.8  # where no run timed it as a call takes it
     assert view.time("triton", "kda", other, "forward") is None and not view.has("scan")
     tables = {section.title: section for section in sections(results)}
     assert set(tables["Commits"].rows) == {
