@@ -97,6 +97,18 @@ def _span(r: Any, buffers: Any, place: Place, kernel_shape: KernelShape) -> tupl
     return first, jnp.where(is_forgotten, 0, count), is_forgotten
 
 
+def _with_written(tiles: Any, slot: Any, pipeline: Any, written: Array, after: Array) -> Array:
+    """The state after a chunk, from what its decay leaves and what its tokens write; gives the slot back."""
+
+    def add(state):
+        multiply(state, written, tiles.written.at[slot])
+        fence_smem()
+
+    (state,) = added(add, after)
+    pipeline.release(slot)
+    return state
+
+
 def _maps_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape):
     first, count, is_forgotten = chunks
     is_value, own = _of_values(place, kernel_shape)
@@ -106,14 +118,7 @@ def _maps_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: Ke
         kept = load_kept(r, tiles, place, slot, first + m)
         residual, after = residuals(tiles, slot, place.own, state, kept, False, is_value=is_value)
         written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
-
-        def add(state):
-            multiply(state, written, tiles.written.at[slot])
-            fence_smem()
-
-        (state,) = added(add, after)
-        pipeline.release(slot)
-        return state
+        return _with_written(tiles, slot, pipeline, written, after)
 
     is_zero = is_value if is_forgotten is None else is_value | is_forgotten
     row = jnp.where(is_zero, kernel_shape.key_size, own.part * SIDE)
@@ -183,14 +188,7 @@ def _increments_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_sha
         slot = pipeline.wait(m)
         kept = load_kept(r, tiles, place, slot, first + m)
         written, after = values_written(tiles, slot, place.own, state, kept)
-
-        def add(state):
-            multiply(state, written, tiles.written.at[slot])
-            fence_smem()
-
-        (state,) = added(add, after)
-        pipeline.release(slot)
-        return state
+        return _with_written(tiles, slot, pipeline, written, after)
 
     state = lax.fori_loop(0, count, step, start_state(None, place, kernel_shape.key_size))
     r.offset[place.batch, place.head, place.split, place.channels] = state
