@@ -61,21 +61,6 @@ def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _with_their_baselines(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All but the times of baselines whose operator was timed again since, by another commit."""
-    commits = {
-        (record["implementation"], record["operator"], str(record["shape"])): record["commit"]
-        for record in records
-        if record["kind"] == "time" and "beside" not in record
-    }
-
-    def stays(record: dict[str, Any]) -> bool:
-        at = record.get("implementation"), record.get("beside"), str(record.get("shape"))
-        return commits.get(at, record["commit"]) == record["commit"]
-
-    return list(filter(stays, records))
-
-
 def join(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The table's times of several runs as one run's, each from the last that measured it.
 
@@ -94,7 +79,6 @@ def join(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         ]
         run = {**run, "config": config, "records": records}
         joined = add(run, joined) if joined else run
-    joined["records"] = _with_their_baselines(joined["records"])
     commits = ", ".join(dict.fromkeys(record["commit"] for record in joined["records"]))
     note = f"Times of {', '.join(runs)}: each from the last of these that measured it."
     return {**joined, "commit": commits, "notes": [note]}

@@ -115,7 +115,7 @@ class View:
             if r["kind"] == "time" and "beside" not in r
         }
         self._beside = {
-            (r["beside"], tuple(r["shape"]), r["pass"]): r["device_ms"]
+            (r["beside"], tuple(r["shape"]), r["pass"]): r
             for r in self.records
             if r["kind"] == "time" and "beside" in r and r["implementation"] == self.ours
         }
@@ -139,12 +139,11 @@ class View:
 
     def baseline(self, operator: str, baseline: str, shape: Shape, run: str) -> float | None:
         """Our device time of an operator's baseline, on the same GPU as the operator's; None of another commit's."""
-        if (beside := self._beside.get((operator, shape, run))) is not None:
-            return beside
-        its, ours = (self.record(self.ours, name, shape, run) for name in (baseline, operator))
-        if its is None or (ours is not None and ours.get("commit") != its.get("commit")):
-            return None
-        return its["device_ms"]
+        ours = self.record(self.ours, operator, shape, run)
+        for its in (self._beside.get((operator, shape, run)), self.record(self.ours, baseline, shape, run)):
+            if its is not None and (ours is None or ours.get("commit") == its.get("commit")):
+                return its["device_ms"]
+        return None
 
     @property
     def head_sizes(self) -> tuple[int, int]:

@@ -151,6 +151,9 @@ def test_time_beside_an_operator_is_its_baseline_only():
     assert view.time("triton", "gated_deltanet", shape, "forward") == 1.0
     assert view.baseline("pgdn", "gated_deltanet", shape, "forward") == 2.0
     assert view.baseline("write_key", "gated_deltanet", shape, "forward") == 1.0
+    later = {**record(3.0, commit="later"), "operator": "pgdn"}
+    view = View({"config": config, "records": [record(1.0, commit="later"), record(2.0, beside="pgdn"), later]})
+    assert view.baseline("pgdn", "gated_deltanet", shape, "forward") == 1.0  # not the time beside the earlier one
 
 
 def test_cases_are_what_they_are_called():
