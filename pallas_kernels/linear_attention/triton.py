@@ -274,28 +274,50 @@ def states_of_splits(
         block=block,
         reverse=reverse,
     )
-    height = min(scan.block, p.key_size)
+    found, left = results["added"], results["kept_of_split"]
+    assert found is not None
+    return scan_splits(p, found, left, boundary, scan, reverse=reverse)
+
+
+def scan_splits(
+    kernel_shape: KernelShape,
+    added: Array,
+    kept: Array | None,
+    boundary: Array | None,
+    launch: KernelConfig,
+    *,
+    reverse: bool = False,
+) -> Array:
+    """What the tokens before each split (`reverse`: after it) add up to, `[B, HV, P, R, S]` float32, P above 1.
+
+    Args:
+        kernel_shape: static facts; of any rows and columns.
+        added: what splits add, all but the last (`reverse`: the first), `[B, HV, P - 1, R, S]` float32.
+        kept: what they leave of the state, `[B, HV, P - 1]` float32; None for all.
+        boundary: `[B, HV, R, S]`, what is there before the first token (`reverse`: after the last); None for zero.
+        launch: `block` is a number of rows, `inner` the number of splits whose loads are begun together.
+        reverse: from the last split to the first.
+    """
+    p = kernel_shape
+    *_, parts, rows, columns = added.shape
+    height = min(launch.block, rows)
 
     def of_states(x, count):
-        return p.of_head(x, (count, height, p.value_size), lambda c, h, b: (b, h, 0, c, 0))
+        return p.of_head(x, (count, height, columns), lambda c, h, b: (b, h, 0, c, 0))
 
     found = call(
         _scan_kernel,
         "linear_scan",
-        (p.key_size // height, p.value_heads, p.batch),
+        (rows // height, p.value_heads, p.batch),
         {
-            "added": of_states(results["added"], parts),
-            "kept": p.of_head(results["kept_of_split"], (parts,), lambda c, h, b: (b, h, 0)),
-            "boundary": p.of_head(boundary, (height, p.value_size), lambda c, h, b: (b, h, c, 0)),
+            "added": of_states(added, parts),
+            "kept": p.of_head(kept, (parts,), lambda c, h, b: (b, h, 0)),
+            "boundary": p.of_head(boundary, (height, columns), lambda c, h, b: (b, h, c, 0)),
         },
-        {
-            "split_states": of_states(
-                p.per_head(p.num_splits, p.key_size, p.value_size, dtype=jnp.float32), p.num_splits
-            )
-        },
-        scan,
+        {"split_states": of_states(p.per_head(p.num_splits, rows, columns, dtype=jnp.float32), p.num_splits)},
+        launch,
         num_splits=p.num_splits,
-        ahead=scan.inner,
+        ahead=launch.inner,
         reverse=reverse,
     )
     return found["split_states"]  # type: ignore[return-value]

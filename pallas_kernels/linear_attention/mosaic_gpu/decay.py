@@ -1,51 +1,52 @@
-"""Decay and write gate of one number a token, as the numbers that the kernels multiply by; formulas of XLA."""
+"""Decay and gates of one number a token, as the numbers that the kernels multiply by."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from pallas_kernels.common.decay import split_gate, split_steps
-from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.decay import split_gate
+from pallas_kernels.common.kernel_shape import CHUNK
+from pallas_kernels.common.triton.backend import call
+from pallas_kernels.common.triton.chunks import product
+from pallas_kernels.common.triton.decay import (
+    chunk_decay,
+    decay_from_start,
+    decay_of_chunk,
+    decay_to_end,
+    load_resets,
+)
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.inputs import Inputs
 
-
-class Decay(NamedTuple):
-    """Of one value head each; float32, N chunks of C = 64 tokens. All None without decay.
-
-    Attributes:
-        coarse: cumulative log decay in its chunk, of multiples of 1/16, `[B, HV, N, C]`; see `split_steps`.
-        fine: that of the rest.
-        run: documents that start in the chunk up to a token, likewise; None without documents.
-        from_start: what is left at a token of the state before its chunk.
-        to_end: what is left of a token's write after its chunk.
-        kept: what a chunk leaves of the state, `[B, HV, N]`.
-    """
-
-    coarse: Array | None = None
-    fine: Array | None = None
-    run: Array | None = None
-    from_start: Array | None = None
-    to_end: Array | None = None
-    kept: Array | None = None
+_ROWS = KernelConfig(num_warps=2, num_stages=1)
 
 
 class Factors(NamedTuple):
-    """What a sum in one direction is multiplied by, `[B, HV, N, C]` float32; None is 1, but for `reads`: the scale.
+    """What a sum in one direction is multiplied by, of one value head each; N chunks of C = 64 tokens.
 
     Attributes:
-        gate: on a pair: of the token that is read or, in reverse, of the one that reads.
-        reads: on what a token reads of other chunks, with the scale.
-        writes: on a token's value as the state takes it.
-        rest: on the result: what of a gate next to 0 is not in `gate` (`split_gate`).
-        diagonal: on the pairs of a token with itself in place of `gate`, of the token that reads.
+        lines: `[B, HV, N, L, C]` float32: one line for each of `names`; None without any.
+        names: what the lines are.
+
+            `coarse`: cumulative log decay in its chunk, of multiples of 1/16; see `split_steps`.
+            `fine`: that of the rest.
+            `run`: documents that start in the chunk up to a token.
+            `gate`: on a pair: of the token that is read or, in reverse, of the one that reads.
+            `reads`: on what a token reads of other chunks, but for the scale.
+            `writes`: on a token's value as the state takes it.
+            `rest`: on the result: what of a gate next to 0 is not in `gate` (`split_gate`).
+            `diagonal`: on the pairs of a token with itself in place of `gate`, of the token that reads.
+
+            One that is not there is 1, or 0 of the first three.
+        kept: what a chunk leaves of the state, `[B, HV, N]` float32; None without decay.
     """
 
-    gate: Array | None = None
-    reads: Array | None = None
-    writes: Array | None = None
-    rest: Array | None = None
-    diagonal: Array | None = None
+    lines: Array | None
+    names: tuple[str, ...]
+    kept: Array | None
 
 
 def by_chunk(x: Array) -> Array:
@@ -60,111 +61,95 @@ def by_token(x: Array) -> Array:
     return x.reshape(batch, heads, -1).swapaxes(1, 2)
 
 
-def _running_sum(x: Array) -> Array:
-    """The sum over a chunk's tokens up to each, `[B, HV, N, C]`, of `[B, T, HV]` float32.
-
-    As a product, which also turns the axes: in one kernel, where a running sum takes three.
-    """
-    batch, length, heads = x.shape
-    x = x.reshape(batch, length // CHUNK, CHUNK, heads)
-    return jnp.einsum("bnsh,rs->bhnr", x, jnp.tri(CHUNK, dtype=x.dtype), precision=lax.Precision.HIGHEST)
-
-
-def decay_of(log_decay: Array | None, resets: Array | None) -> Decay:
-    """The numbers of a call's decay.
-
-    Args:
-        log_decay: `[B, T, HV]`, or None.
-        resets: `[B, T]`, 1 at each token that starts a document, or None; with it comes a log decay.
-    """
-    if log_decay is None:
-        return Decay()
-    coarse, fine = (_running_sum(x) for x in split_steps(log_decay.astype(jnp.float32)))
-    last_coarse, last_fine = coarse[..., -1:], fine[..., -1:]
-    from_start, to_end = jnp.exp(coarse + fine), jnp.exp((last_coarse - coarse) + (last_fine - fine))
-    kept, run = jnp.exp(last_coarse + last_fine)[..., 0], None
-    if resets is not None:
-        run = _running_sum(resets[:, :, None].astype(jnp.float32))
-        last = run[..., -1:]
-        from_start, to_end = jnp.where(run == 0, from_start, 0.0), jnp.where(run == last, to_end, 0.0)
-        kept = jnp.where(last[..., 0] == 0, kept, 0.0)
-        run = jnp.broadcast_to(run, coarse.shape)
-    return Decay(coarse, fine, run, from_start, to_end, kept)
-
-
-def gate_factors(write: Array | None) -> tuple[Array | None, Array | None]:
-    """The two factors that `split_gate` makes of a write gate, `[B, HV, N, C]` float32; None for 1."""
-    return (None, None) if write is None else split_gate(by_chunk(write.astype(jnp.float32)))
-
-
-def _product(x: Array | None, y: Array | None) -> Array | None:
-    return y if x is None else x if y is None else x * y
-
-
-def factors_of(kernel_shape: KernelShape, decay: Decay, inputs: Inputs, *, reverse: bool) -> Factors:
-    """The factors of a sum over earlier tokens or, in `reverse`, over later ones."""
-    scale = jnp.float32(kernel_shape.scale)
-    diagonal = None if inputs.diagonal is None else by_chunk(inputs.diagonal.astype(jnp.float32))
-    if reverse:
-        divisor, rest = gate_factors(inputs.write)
-        reads = _product(divisor, decay.to_end)
+def _names(inputs: Inputs, reverse: bool) -> tuple[str, ...]:
+    """The lines of a direction. Without a write gate those of the other are the same arrays."""
+    has_decay, has_gate = inputs.log_decay is not None, inputs.write is not None
+    from_start, to_end = ("writes", "reads") if reverse else ("reads", "writes")
+    has_line = {
+        "coarse": has_decay,
+        "fine": has_decay,
+        "run": has_decay and inputs.resets is not None,
+        "gate": has_gate,
+        from_start: has_decay,
+        to_end: has_decay or has_gate,
         # With a diagonal the gate is no smaller than `divisible` leaves it.
-        rest = rest if diagonal is None else None
-        return Factors(divisor, None if reads is None else scale * reads, decay.from_start, rest, diagonal)
-    gate = None if inputs.write is None else by_chunk(inputs.write.astype(jnp.float32))
-    reads = None if decay.from_start is None else scale * decay.from_start
-    return Factors(gate, reads, _product(gate, decay.to_end), None, diagonal)
+        "rest": has_gate and reverse and inputs.diagonal is None,
+        "diagonal": inputs.diagonal is not None,
+    }
+    return tuple(name for name, is_there in has_line.items() if is_there)
 
 
-def fold_parts(
-    kernel_shape: KernelShape, decay: Decay, added: Array, boundary: Array | None, *, reverse: bool = False
-) -> Array:
-    """The state at each part's start (`reverse`: end), `[B, HV, P, D, A]` float32.
+def _lines_kernel(r, *, names: tuple[str, ...], reverse: bool):
+    """The lines of one chunk of one head."""
+
+    def numbers(ref):
+        return None if ref is None else ref[...].astype(jnp.float32)
+
+    decay, gate, rest = chunk_decay(numbers(r.log_decay), load_resets(r)), numbers(r.write), None
+    if gate is not None and reverse:
+        gate, rest = split_gate(gate)
+    from_start, to_end = decay_from_start(decay), product(gate, decay_to_end(decay))
+    by_name = {
+        "coarse": decay.total,
+        "fine": decay.fine,
+        "run": decay.runs,
+        "gate": gate,
+        "reads": to_end if reverse else from_start,
+        "writes": from_start if reverse else to_end,
+        "rest": rest,
+        "diagonal": numbers(r.diagonal),
+    }
+    for i, name in enumerate(names):
+        r.lines[i, :] = by_name[name].astype(jnp.float32)
+    if r.kept is not None:
+        r.kept[...] = decay_of_chunk(decay)
+
+
+def factors_of(kernel_shape: KernelShape, inputs: Inputs, *, reverse: bool = False) -> Factors:
+    """The factors of a sum over earlier tokens or, in `reverse`, over later ones.
 
     Args:
         kernel_shape: static facts.
-        decay: of the call.
-        added: what each part adds, likewise.
-        boundary: the state before the first token (`reverse`: after the last), `[B, HV, D, A]`; None for zero.
-        reverse: from the last part to the first.
+        inputs: padded arguments. With `resets` comes a log decay.
+        reverse: the direction.
     """
-    p, parts = kernel_shape, kernel_shape.num_splits
-    is_before = jnp.tri(parts, k=-1, dtype=bool)
-    is_before = is_before.T if reverse else is_before
-    if decay.coarse is None:
-        weights, from_boundary = is_before.astype(jnp.float32), None
-    else:
-        logs = [_of_parts(p, x[..., -1]) for x in (decay.coarse, decay.fine)]  # type: ignore[index]
-        restarts = 0.0 if decay.run is None else _of_parts(p, decay.run[..., -1])
+    p, names = kernel_shape, _names(inputs, reverse)
+    if not names:
+        return Factors(None, (), None)
 
-        def between(x):
-            """The sums over the parts that lie between two parts, `[B, HV, P, P]`."""
-            total = jnp.cumsum(x, axis=2)
-            before = total - x
-            if reverse:
-                return before[:, :, None, :] - total[:, :, :, None]
-            return before[:, :, :, None] - total[:, :, None, :]
+    def at(h: Any, n: Any, b: Any) -> tuple[Any, ...]:
+        return b, n, h, 0
 
-        def to_boundary(x):
-            total = jnp.cumsum(x, axis=2)
-            return total[:, :, -1:] - total if reverse else total - x
-
-        is_linked, reaches = is_before, True
-        if decay.run is not None:
-            is_linked, reaches = is_before & (between(restarts) == 0), to_boundary(restarts) == 0
-        weights = jnp.exp(jnp.where(is_linked, between(logs[0]) + between(logs[1]), -jnp.inf))
-        from_boundary = jnp.where(reaches, jnp.exp(to_boundary(logs[0]) + to_boundary(logs[1])), 0.0)
-    flat = added.reshape(*added.shape[:3], -1)
-    equation = "pj,bhjx->bhpx" if weights.ndim == 2 else "bhpj,bhjx->bhpx"
-    resets = jnp.einsum(equation, weights, flat, precision=lax.Precision.HIGHEST).reshape(added.shape)
-    if boundary is None:
-        return resets
-    start = boundary.astype(jnp.float32)[:, :, None]
-    return resets + (start if from_boundary is None else from_boundary[..., None, None] * start)
+    lines = jax.ShapeDtypeStruct((p.batch, p.value_heads, p.chunks, len(names), CHUNK), jnp.float32)
+    kept = None if inputs.log_decay is None else p.per_head(p.chunks, dtype=jnp.float32)
+    results = call(
+        _lines_kernel,
+        "linear_rows",
+        p.chunk_grid,
+        {
+            "log_decay": p.of_token(inputs.log_decay, CHUNK, at),
+            "resets": p.of_position(inputs.resets, at),
+            "write": p.of_token(inputs.write, CHUNK, at),
+            "diagonal": p.of_token(inputs.diagonal, CHUNK, at),
+        },
+        {
+            "lines": p.of_head(lines, (None, len(names), CHUNK), lambda h, n, b: (b, h, n, 0, 0)),
+            "kept": p.of_head(kept, (None,), lambda h, n, b: (b, h, n)),
+        },
+        _ROWS,
+        names=names,
+        reverse=reverse,
+    )
+    return Factors(results["lines"], names, results["kept"])
 
 
-def _of_parts(kernel_shape: KernelShape, x: Array) -> Array:
-    """The sum over the chunks of each part, `[B, HV, P]`, of one number a chunk."""
-    p, size = kernel_shape, kernel_shape.chunks_per_split
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, p.num_splits * size - p.chunks)))
-    return padded.reshape(*x.shape[:2], p.num_splits, size).sum(axis=3)
+def factors_back(kernel_shape: KernelShape, inputs: Inputs, ahead: Factors) -> Factors:
+    """The factors of a sum over later tokens, from those of one over earlier tokens where they are the same numbers."""
+    if inputs.write is not None:
+        return factors_of(kernel_shape, inputs, reverse=True)
+    return ahead._replace(names=_names(inputs, reverse=True))
+
+
+def factors_ahead(inputs: Inputs, lines: Array | None, kept: Array | None) -> Factors:
+    """What `factors_of` a sum over earlier tokens returned, from its arrays."""
+    return Factors(lines, _names(inputs, reverse=False), kept)

@@ -32,6 +32,7 @@ from pallas_kernels.common.mosaic_gpu import (
     column_numbers,
     column_sums,
     fence_smem,
+    load_across,
     load_column,
     load_matrix,
     load_row,
@@ -49,11 +50,10 @@ from pallas_kernels.common.mosaic_gpu import (
     sum_buffer,
     wait_for_stores,
     with_accumulators,
-    zeros,
 )
 from pallas_kernels.common.mosaic_gpu import quotient as floor_divide
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import Tile, call, start_state, tokens
-from pallas_kernels.linear_attention.mosaic_gpu.decay import Decay, Factors
+from pallas_kernels.linear_attention.mosaic_gpu.decay import Factors
 
 STATES_EVERY = 4
 """Chunks from one stored state to the next."""
@@ -81,6 +81,7 @@ class Wanted(NamedTuple):
             that is read, without a token's pair with itself, on which no decay acts.
         far: `other . out` of other chunks.
         total: `other . out`.
+        end: what all tokens add up to.
         diagonal: `other . out` of a token's pairs with itself, without the diagonal's factor.
         states: the state before each fourth chunk.
         crossed: the product of another sum's states with this one's at the end of their chunk.
@@ -89,6 +90,7 @@ class Wanted(NamedTuple):
     pairs: bool = False
     far: bool = False
     total: bool = False
+    end: bool = False
     diagonal: bool = False
     states: bool = False
     crossed: bool = False
@@ -99,7 +101,7 @@ class Sums(NamedTuple):
 
     Attributes:
         out: `[B, T, HV, D]`.
-        end: what all tokens add up to, transposed, `[B, HV, D, A]` float32.
+        end: what all tokens add up to, `[B, HV, A, D]` float32.
         pairs_read: `Wanted.pairs` by the token that reads, `[J, B, HV, T]` float32, to be added up over J.
         pairs_written: the same by the token that is read.
         far: see `Wanted`, likewise.
@@ -110,7 +112,7 @@ class Sums(NamedTuple):
     """
 
     out: Array
-    end: Array
+    end: Array | None
     pairs_read: Array | None
     pairs_written: Array | None
     far: Array | None
@@ -197,6 +199,7 @@ def _sums_kernel(
     lines: Lines,
     wanted: Wanted,
     is_reverse: bool,
+    is_turned: bool,
 ):
     first, count = chunks
     is_wide = r.out.dtype == jnp.float32
@@ -229,8 +232,9 @@ def _sums_kernel(
                 by_reader = jnp.where(_is_own(m, lines), own * weighed, weighed)
             pairs[...] = by_reader.astype(jnp.bfloat16)
             found, reads = awaited(far), lines.row(tiles, slot, "reads")
-            found = found * kernel_shape.scale if reads is None else scale_columns(found, reads)
-            return found, weighed
+            if reads is None:
+                return found * kernel_shape.scale, weighed
+            return scale_columns(found, kernel_shape.scale * reads), weighed
 
         far, weighed = with_accumulators(body, CHUNK, CHUNK)
         fence_smem()
@@ -285,39 +289,25 @@ def _sums_kernel(
                 products = jnp.sum(state * load_state(r.states_before.at[at]), axis=1)
                 put(r.crossed.at[place.part, place.batch, place.head, fourth], products)
 
-    state = lax.fori_loop(0, count, step, start_state(r.split_states, place, kernel_shape.key_size))
+    if is_turned:
+        state = load_across(r.split_states.at[place.batch, place.head, place.split, :, place.channels])
+    else:
+        state = start_state(r.split_states, place, kernel_shape.key_size)
+    state = lax.fori_loop(0, count, step, state)
 
-    @pl.when(place.split == (0 if is_reverse else kernel_shape.num_splits - 1))
-    def _():
-        r.end[place.batch, place.head, place.channels] = state
+    if wanted.end:
+
+        @pl.when(place.split == (0 if is_reverse else kernel_shape.num_splits - 1))
+        def _():
+            store_across(r.end.at[place.batch, place.head, :, place.channels], state)
 
     wait_for_stores(only_read=False)
 
 
-def _increments_kernel(
-    r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, has_writes: bool, is_reverse: bool
-):
-    """What one part of a sequence adds to the state."""
-    first, count = chunks
-
-    def step(m, state):
-        n = first + (count - 1 - m if is_reverse else m)
-        slot = pipeline.wait(m)
-        value = load_matrix(tiles.value.at[slot, :, place.own].T)
-        if has_writes:
-            value = scale_columns(value.astype(jnp.float32), load_row(tiles.lines.at[slot, 0])).astype(jnp.bfloat16)
-        after = state if r.kept is None else state * r.kept[place.batch, place.head, n]
-        (state,) = added(lambda state: multiply(state, value, tiles.key.at[slot]), after)
-        fence_smem()
-        pipeline.release(slot)
-        return state
-
-    state = lax.fori_loop(0, count, step, zeros(SIDE, kernel_shape.key_size))
-    r.added[place.batch, place.head, place.split, place.channels] = state
-
-
-def _tiles(kernel_shape: KernelShape, places: Places, lines: int, num_compute_warpgroups: int) -> dict[str, Tile]:
-    """The parts of reader, key, value and numbers a token that one step takes."""
+def chunk_tiles(
+    kernel_shape: KernelShape, places: Places, lines: tuple[int, int] | None, num_compute_warpgroups: int
+) -> dict[str, Tile]:
+    """The parts of reader, key, value and, of a first one on, so many lines that one step takes."""
     p = kernel_shape
 
     def of_head(name, x):
@@ -329,16 +319,17 @@ def _tiles(kernel_shape: KernelShape, places: Places, lines: int, num_compute_wa
 
         return Tile((CHUNK, width), source)
 
-    def of_lines(r, at, n):
-        return r.lines.at[at.batch, at.head, n]
-
     tiles = {
         "reader": of_head("reader", places.reader),
         "key": of_head("key", places.key),
         "value": _block_tile(p, "value", places.value, num_compute_warpgroups),
     }
     if lines:
-        tiles["lines"] = Tile((lines, CHUNK), of_lines, is_swizzled=False)
+
+        def of_lines(r, at, n):
+            return r.lines.at[at.batch, at.head, n, pl.ds(*lines)]
+
+        tiles["lines"] = Tile((lines[1], CHUNK), of_lines, is_swizzled=False)
     return tiles
 
 
@@ -352,50 +343,14 @@ def _block_tile(kernel_shape: KernelShape, name: str, x: Array, num_compute_warp
     return Tile((CHUNK, width), source)
 
 
-def increments(
-    kernel_shape: KernelShape,
-    key: Array,
-    value: Array,
-    factors: Factors,
-    kept: Array | None,
-    *,
-    reverse: bool,
-    num_compute_warpgroups: int,
-) -> Array:
-    """What each part of a sequence adds to the state, transposed, `[B, HV, P, D, A]` float32; arguments as `sums`."""
-    p = kernel_shape
-    tiles = _tiles(p, Places(key, key, value), factors.writes is not None, num_compute_warpgroups)
-    del tiles["reader"]
-    results = call(
-        _increments_kernel,
-        "linear_increments",
-        p,
-        {
-            "key": key,
-            "value": value,
-            "lines": None if factors.writes is None else factors.writes[:, :, :, None],
-            "kept": kept,
-        },
-        {"added": p.per_head(p.num_splits, p.value_size, p.key_size, dtype=jnp.float32)},
-        tiles,
-        {},
-        num_compute_warpgroups=num_compute_warpgroups,
-        num_stages=4,
-        reverse=reverse,
-        is_reverse=reverse,
-        has_writes=factors.writes is not None,
-    )
-    return results["added"]  # type: ignore[return-value]
-
-
 def sums(
     kernel_shape: KernelShape,
     places: Places,
-    decay: Decay,
     factors: Factors,
     split_states: Array | None,
     *,
     reverse: bool = False,
+    is_turned: bool = False,
     dtype: Any = jnp.bfloat16,
     wanted: Wanted = Wanted(),  # noqa: B008
     other: Array | None = None,
@@ -409,11 +364,11 @@ def sums(
     Args:
         kernel_shape: static facts; `key_size` and `value_size` are A and D of `places`.
         places: the arrays.
-        decay: the call's decay.
         factors: what reads and writes are multiplied by in this direction.
         split_states: states at the splits' starts (`reverse`: ends), transposed, `[B, HV, P, D, A]` float32; None for
             zero.
         reverse: over later tokens; else over earlier ones.
+        is_turned: whether `split_states` is `[B, HV, P, A, D]`.
         dtype: of the result: bfloat16 or, where those of several heads are still to be added up, float32.
         wanted: what is left beside it.
         other: `[B, T, heads, D]`, see `Wanted`.
@@ -423,14 +378,13 @@ def sums(
         num_stages: chunks whose tiles are in shared memory.
     """
     p = kernel_shape
-    by_name = {"coarse": decay.coarse, "fine": decay.fine, "run": decay.run} | factors._asdict()
-    by_token = {name: x for name, x in by_name.items() if x is not None}
-    tiles = _tiles(p, places, len(by_token), num_compute_warpgroups)
+    lines = (0, len(factors.names)) if factors.names else None
+    tiles = chunk_tiles(p, places, lines, num_compute_warpgroups)
     blocks, some = p.value_size // SIDE, cdiv(p.chunks, STATES_EVERY)
     products = jax.ShapeDtypeStruct((blocks, p.batch, p.value_heads, p.length), jnp.float32)
     outputs = {
         "out": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), dtype),
-        "end": p.per_head(p.value_size, p.key_size, dtype=jnp.float32),
+        "end": p.per_head(p.key_size, p.value_size, dtype=jnp.float32) if wanted.end else None,
         "pairs_read": products if wanted.pairs else None,
         "pairs_written": products if wanted.pairs else None,
         "far": products if wanted.far else None,
@@ -454,8 +408,8 @@ def sums(
         p,
         {
             **places._asdict(),
-            "lines": jnp.stack(list(by_token.values()), axis=3) if by_token else None,
-            "kept": decay.kept,
+            "lines": factors.lines,
+            "kept": factors.kept,
             "split_states": split_states,
             "other": other,
             "states_before": states,
@@ -467,7 +421,8 @@ def sums(
         num_stages=num_stages,
         reverse=reverse,
         is_reverse=reverse,
-        lines=Lines(tuple(by_token), diagonal_size),
+        is_turned=is_turned and split_states is not None,
+        lines=Lines(factors.names, diagonal_size),
         wanted=wanted,
     )
     return Sums(**results)  # type: ignore[arg-type]

@@ -9,13 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.delta_rule.inputs import crop_results, make_inputs, pad_inputs
 from pallas_kernels.linear_attention import api
 from pallas_kernels.linear_attention.mosaic_gpu import vjp
+from pallas_kernels.linear_attention.mosaic_gpu.decay import Factors
+from pallas_kernels.linear_attention.mosaic_gpu.decay_gradient import log_decay_gradient
+from pallas_kernels.linear_attention.mosaic_gpu.sums import STATES_EVERY, Sums
 from rnnlib import ops
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import NO, Case, relative_error, scan, value_and_gradients
 from tests.pallas_kernels.cases import make_inputs as make_arrays
+from tests.pallas_kernels.test_lowering import H200
 from tests.selection import mostly_slow
 
 BASE: dict[str, Any] = {"online": False, "dtype": jnp.bfloat16}
@@ -81,11 +86,23 @@ def test_what_crosses_chunks_between_stored_states_is_found_from_reads_and_write
     for n in reversed(range(chunks)):
         gradients[n] = kept[0, 0, n] * gradients[n + 1] + read[n]
     crossed = np.array([kept[0, 0, n] * np.sum(states[n] * gradients[n + 1]) for n in range(chunks)])
-    reads = np.array([np.sum(read[n] * states[n]) for n in range(chunks)])
-    writes = np.array([np.sum(added[n] * gradients[n + 1]) for n in range(chunks)])
-    arrays = (jnp.asarray(x, jnp.float32)[None, None] for x in (reads, writes, crossed[:: vjp.STATES_EVERY]))
-    found = vjp._crossed(*arrays, jnp.asarray(kept, jnp.float32))
-    np.testing.assert_allclose(found[0, 0], crossed, atol=2e-5)
+    # Chunks read by their first token and write by their last: a token between has the product alone.
+    far = np.zeros((2, 1, 1, 1, chunks, CHUNK), np.float32)
+    far[0, ..., 0] = [np.sum(read[n] * states[n]) for n in range(chunks)]
+    far[1, ..., -1] = [np.sum(added[n] * gradients[n + 1]) for n in range(chunks)]
+    found = np.zeros((1, 1, 1, 3, CHUNK), np.float32)
+    found[..., 0] = [np.sum(states[n] * gradients[n + 1]) for n in range(0, chunks, STATES_EVERY)]
+    q_far, k_far = jnp.asarray(far.reshape(2, 1, 1, 1, -1))
+    none = jnp.zeros_like(q_far)
+    inputs = make_inputs(
+        *jnp.zeros((3, 1, chunks * CHUNK, 1, 64)), *[None] * 3, jnp.zeros((1, chunks * CHUNK, 1)), None, None
+    )
+    kernel_shape = vjp._kernel_shape(vjp.Options(1.0, 1, 132), inputs)
+    back = Factors(None, (), jnp.asarray(kept, jnp.float32))
+    d_q = Sums(none, None, none, none, q_far, None, None, None, None)
+    d_k = Sums(none, None, None, None, k_far, None, None, None, jnp.asarray(found))
+    gradient = log_decay_gradient(kernel_shape, inputs, back, d_q, d_k).reshape(chunks, CHUNK)
+    np.testing.assert_allclose(gradient[:, 1:], np.repeat(crossed[:, None], CHUNK - 1, 1), atol=2e-5)
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
@@ -103,6 +120,21 @@ def test_parts_of_a_wide_head_are_heads_that_share_a_key(by_channel):
     found = api._wide_heads(*run(values, log_decay=decay, write=gate, initial_state=first), v)
     for x, right in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_call_of_few_chunks_takes_them_by_itself_and_little_else():
+    def launches(length):
+        """Kernels of Mosaic GPU and of Triton."""
+        x = dict.fromkeys(("q", "k", "v"), jax.ShapeDtypeStruct((1, length, 8, 128), jnp.bfloat16))
+        x["log_decay"] = jax.ShapeDtypeStruct((1, length, 8), jnp.float32)
+        with jax.sharding.use_abstract_mesh(H200):
+            traced = jax.jit(lambda x: ops.linear_attention(**x)[0]).trace(x)
+        lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+        return tuple(lowered.count(target) for target in ("@mosaic_gpu_v2", "@__gpu$xla.gpu.triton"))
+
+    assert launches(2047) == (0, 4)
+    # Increments and sums; the decay's numbers and the scan over parts.
+    assert launches(2048) == launches(8192) == (2, 2)
 
 
 def test_programs_share_tiles_where_there_are_more_than_processors():
