@@ -165,9 +165,6 @@ def mosaic_config(
     if finds_scores:  # a chunk's slot is given back in the next step, and another one filled meanwhile
         output = dataclasses.replace(output, num_stages=3)
     stages = {"maps": maps, "output": output, "states": ahead, "offsets": back, "reverse": back}
-    if has_two_keys and has_channel_write and not is_spread:
-        # Nor is there for 128 channels of the output with a write gate in float32; with 64 Triton's is faster.
-        del stages["output"]
     if has_channel_decay or not has_channel_erase:
         slots = 1 if has_write_key or has_channel_decay else 2
         stages["gradients"] = MosaicConfig(num_compute_warpgroups=2, num_stages=slots, num_ctas=processors)

@@ -66,13 +66,15 @@ def residuals(
     is_value: Any = None,
     reads_first: bool = False,
     meanwhile: Callable[[], None] | None = None,
+    values_of: Callable[[], Array] | None = None,
 ) -> tuple[Array, ...]:
     """A chunk from the state `[V, K]` before it: R^T, the state after its decay and, with `scaled`, `scaled(S_0 Q^T)`.
 
     With `is_exact`, `Z - Ebar S_0` is not rounded before it goes through the inverse. Where `is_value` is false, the
     values Z count as zero. With `reads_first` both of the state's products are awaited before values are loaded. That
-    takes fewer registers: with less than 224 a thread the assembler has all products wait for one another otherwise.
-    `meanwhile` is called while the first product runs.
+    takes fewer registers: with less than 224 a thread the assembler has all products wait for one another otherwise,
+    and beside a fence in `values_of` it spills. `meanwhile` is called while the first product runs. `values_of` loads
+    values Z that are not in the slot.
     """
     left = state.astype(jnp.bfloat16)
     erased = getattr(tiles, "erased", tiles.written)
@@ -86,7 +88,7 @@ def residuals(
         outs: list[Array] = []
         if reads_first:
             recalled, outs = awaited(recalled), [scaled(awaited(read)) for read in reads]  # type: ignore[misc]
-        values = load_written(tiles, slot, own)
+        values = load_written(tiles, slot, own) if values_of is None else values_of()
         if is_value is not None:
             values = jnp.where(is_value, values, 0.0)
         erase = row_of(tiles, "erased_rows", slot)
@@ -122,6 +124,15 @@ def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: 
     first, count = chunks
     finds_scores = not hasattr(tiles, "scores")
     scores = buffers.scores if finds_scores else tiles.scores
+    single_stage = pipeline.single_stage
+
+    def load_values(m):
+        """Z of the m-th chunk from the slot that values and write gate have for all, which is filled again at once."""
+        slot = single_stage.wait(m)
+        values = load_written(tiles, slot, place.own)
+        fence_smem()
+        single_stage.release(slot)
+        return values
 
     def finish(m, out):
         """Stores the output of the m-th chunk, transposed, and lets its slot be filled again."""
@@ -149,7 +160,16 @@ def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: 
 
         if kernel_shape.online:
             residual, after, out = residuals(
-                tiles, slot, place.own, state, kept, is_exact, scaled, reads_first=finds_scores, meanwhile=meanwhile
+                tiles,
+                slot,
+                place.own,
+                state,
+                kept,
+                is_exact,
+                scaled,
+                reads_first=finds_scores or single_stage is not None,
+                meanwhile=meanwhile,
+                values_of=None if single_stage is None else lambda: load_values(m),
             )
             written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
             residual = residual.astype(jnp.bfloat16)
@@ -303,6 +323,10 @@ def fwd_o(
     buffers, finds_scores = {"out": matrix_buffer(num_compute_warpgroups, CHUNK, SIDE)}, arrays.scores is None
     if finds_scores:
         buffers |= {"scores": matrix_buffer(num_stages, CHUNK, CHUNK), "scored": barrier(1, num_stages)}
+    tiles, single_stage = chunk_tiles(p, arrays, num_compute_warpgroups), {}
+    if arrays.write is not None and num_compute_warpgroups > 1:
+        # Read in the middle of a step, they are there again in the next one's. Two slots have no room in float32.
+        single_stage = {name: tiles.pop(name) for name in ("v", "write")}
     results = call(
         _output_kernel,
         "delta_output",
@@ -313,10 +337,11 @@ def fwd_o(
             "final_state": p.per_head(p.key_size, p.value_size, dtype=jnp.float32),
             **({"scores": p.per_head(p.chunks, CHUNK, CHUNK)} if keeps_scores else {}),
         },
-        chunk_tiles(p, arrays, num_compute_warpgroups),
+        tiles,
         buffers,
         num_compute_warpgroups=num_compute_warpgroups,
         num_stages=num_stages,
+        single_stage=single_stage,
         scores=_find_scores if finds_scores else None,
         is_exact=is_exact,
     )

@@ -323,10 +323,9 @@ def test_a_program_has_more_channels_where_heads_fill_the_card():
     # Without the values there is room.
     one_gate = mosaic_config(DeltaRuleConfig(), 256, 132, has_channel_decay=True, has_values=False)
     assert one_gate.reverse.mosaic == one_gate.offsets.mosaic == MosaicConfig(2, 2)
-    # So would those of the output with a float32 gate by channel, which is Triton's then.
     gates = {"has_channel_decay": True, "has_channel_erase": True, "has_channel_write": True, "has_values": False}
     wide = mosaic_config(DeltaRuleConfig(), 256, 132, **gates)
-    assert wide.output.mosaic is None and wide.states.mosaic == wide.reverse.mosaic == MosaicConfig(2, 2)
+    assert wide.output.mosaic == wide.states.mosaic == wide.reverse.mosaic == MosaicConfig(2, 2)
     assert wide.gradients.mosaic == MosaicConfig(num_compute_warpgroups=2, num_stages=1, num_ctas=132)
     # One block of channels beside such a gate's in the first stage, two without it.
     assert wide.prepare.mosaic == MosaicConfig(num_compute_warpgroups=2, num_stages=1, num_ctas=132)
