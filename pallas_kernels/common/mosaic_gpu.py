@@ -224,6 +224,14 @@ def load_turned(ref: Any) -> Array:
     return plgpu.layout_cast(plgpu.load(ref.T, layout=plgpu.Layout.WGMMA_TRANSPOSED), _MATRIX)
 
 
+def store_turned(ref: Any, x: Array) -> None:
+    """Stores the transpose of a float32 matrix in shared memory, rounded where that holds bfloat16."""
+    if ref.dtype == jnp.bfloat16:
+        ref.T[...] = x.astype(jnp.bfloat16)
+    else:
+        store_across(ref, x)
+
+
 def load_flat(ref: Any) -> Array:
     """A float32 matrix whose rows lie one after another in shared memory, four numbers of it to a thread in turn."""
     return plgpu.load(ref, layout=plgpu.Layout.WG_STRIDED(ref.shape, vec_size=4), optimized=False)

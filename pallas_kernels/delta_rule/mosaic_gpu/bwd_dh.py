@@ -10,6 +10,9 @@ What a token writes is `R = w (V - S^T k)` if its erase and its write gate are o
 meets. That gate's gradient is therefore a sum over the value channels alone, `dW (V - S^T k) = dW R / w`. It is taken
 here, of the `dW` that is not rounded yet, and of R with two binary digits more than bfloat16 has. Where two keys and
 128 value channels leave little shared memory, R has one slot, through which `dW` leaves afterwards.
+
+A write gate of one number a channel and the values have one slot, too, as has what is erased. The gradients of both
+leave through it, and `dW` through the place of dO.
 """
 
 from typing import Any
@@ -33,9 +36,11 @@ from pallas_kernels.common.mosaic_gpu import (
     load_turned,
     matrix_buffer,
     multiply,
+    remainder,
     scale_columns,
     split,
     store,
+    store_turned,
     sum_buffer,
     wait_for_stores,
     with_accumulators,
@@ -43,12 +48,15 @@ from pallas_kernels.common.mosaic_gpu import (
 from pallas_kernels.delta_rule.mosaic_gpu.fwd import stored_state
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     PassArrays,
+    Place,
     Tile,
     call,
     chunk_tiles,
     digit_tile,
     keep,
     load_kept,
+    own_values,
+    parted_value_tile,
     refined,
     residual_tile,
     row_of,
@@ -60,14 +68,14 @@ from pallas_kernels.delta_rule.mosaic_gpu.rounded_rests import rests_struct
 
 
 def _write_gradient(
-    r: Any, tiles: Any, slot: Any, own: Any, d_state: Array, kept: Any, is_exact: bool
+    r: Any, tiles: Any, slot: Any, place: Place, d_state: Array, kept: Any, is_exact: bool
 ) -> tuple[Array, Array, Array, Array | None]:
     """`dW^T`, the state's gradient before the chunk's reads and writes, `dO^T` as it meets Q, and the erased rows."""
     left = d_state.astype(jnp.bfloat16)
 
     def body(d_written, d_near, d_value):
         multiply(d_written, left, tiles.written.at[slot].T)
-        d_out = load_matrix(tiles.d_out.at[slot, :, own].T)
+        d_out = load_matrix(own_values(tiles.d_out, slot, place).T)
         multiply(d_near, d_out, tiles.scores.at[slot])
         written = row_of(tiles, "written_rows", slot)
         d_residual = scale_columns(awaited(d_written, running=1), written) + awaited(d_near)
@@ -82,13 +90,15 @@ def _write_gradient(
     return with_accumulators(body, CHUNK, CHUNK, CHUNK)
 
 
-def _linear_write_gradient(tiles: Any, slot: Any, own: Any, d_state: Array, kept: Any) -> tuple[Array, Array, Array]:
+def _linear_write_gradient(
+    tiles: Any, slot: Any, place: Place, d_state: Array, kept: Any
+) -> tuple[Array, Array, Array]:
     """Linear attention's `dV^T`, and the next two results of `_write_gradient`."""
 
     def body(d_value):
         for part in split(d_state):  # `dV` is rounded once, and has no larger error
             multiply(d_value, part, tiles.written.at[slot].T)
-        d_out = load_matrix(tiles.d_out.at[slot, :, own].T)
+        d_out = load_matrix(own_values(tiles.d_out, slot, place).T)
         multiply(d_value, d_out, tiles.scores.at[slot])
         before = keep(d_state, kept)
         return awaited(d_value), before, d_out
@@ -98,15 +108,20 @@ def _linear_write_gradient(tiles: Any, slot: Any, own: Any, d_state: Array, kept
 
 def _reverse_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
     first, count = chunks
-    erases_keys, erased = kernel_shape.online, getattr(tiles, "erased", tiles.written)
+    erases_keys = kernel_shape.online
     # Without rows of factors the queries' factor is multiplied in afterwards, so that no operand is rounded once more.
     is_scaled_late = r.read_rows is None
     with_values, single_stage = r.d_v is not None, pipeline.single_stage
-    parts = [name for name in ("d_v", "d_rest") if getattr(r, name) is not None]
+    is_wide = hasattr(tiles, "write")  # a write gate of one number a channel
 
-    def outlet(name):
-        """The shared memory through which `dW`, or a part of it, leaves."""
-        return tiles.residuals.at[0, place.own] if single_stage is not None else getattr(buffers, name).at[place.group]
+    def outlet():
+        """The shared memory through which `dW` leaves."""
+        return tiles.residuals.at[0, place.own] if single_stage is not None else buffers.d_v.at[place.group]
+
+    def erased(slot):
+        if is_wide and hasattr(tiles, "erased"):
+            return tiles.erased.at[0]
+        return getattr(tiles, "erased", tiles.written).at[slot]
 
     def load_factor(slot):
         """What `dW` is multiplied by in the sum over value channels: R or the values."""
@@ -124,13 +139,10 @@ def _reverse_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape:
             fence_smem()
         if write is not None:
             write = divisible(write)
-        for name, part in zip(parts, split(scale_columns(d_value, write))):
-            outlet(name).T[...] = part
+        outlet().T[...] = split(scale_columns(d_value, write))[0]
         fence_smem()
         store(buffers.d_states.at[place.group], r.d_states.at[place.batch, place.head, n, place.channels], last=False)
-        for name in parts:
-            target = getattr(r, name).at[place.batch, tokens(n), place.head, place.channels]
-            store(outlet(name), target, last=name == parts[-1])
+        store(outlet(), r.d_v.at[place.batch, tokens(n), place.head, place.channels])
         if r.d_write is not None:
             # Here, since the next step waits for what is stored, and the sum would delay products before `fence_smem`.
             if single_stage is None:
@@ -140,11 +152,34 @@ def _reverse_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape:
             if single_stage is None:  # the factor is read
                 fence_smem()
 
+    def store_wide_side(slot, n, m, d_value):
+        """The same where the write gate is one number a channel, whose gradient is no sum."""
+        gate, values = (load_turned(own_values(tile, 0, place)) for tile in (tiles.write, tiles.v))
+        fence_smem()  # all is read before gradients come in its place
+        leaving = {
+            "d_written": (own_values(tiles.d_out, slot, place), d_value),
+            "d_v": (own_values(tiles.v, 0, place), gate * d_value),
+            "d_write": (own_values(tiles.write, 0, place), values * d_value),
+        }
+        for tile, gradient in leaving.values():
+            store_turned(tile, gradient)
+        fence_smem()
+        for name, (tile, _) in leaving.items():
+            target = getattr(r, name).at[place.batch, tokens(n), place.head, place.channels]
+            store(tile, target, last=False)
+        store(buffers.d_states.at[place.group], r.d_states.at[place.batch, place.head, n, place.channels])
+
     def wait_for_values(m):
         """Waits until what the step before m stored has left."""
         wait_for_stores()
+
+        def release():
+            single_stage.release(0)
+            if is_wide:
+                pipeline.release(remainder(m - 1, pipeline.num_stages))
+
         if single_stage is not None:
-            pl.when(m > 0)(lambda: single_stage.release(0))
+            pl.when(m > 0)(release)
 
     def step(m, d_state):
         n = first + count - 1 - m
@@ -156,26 +191,31 @@ def _reverse_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape:
         if is_scaled_late:
             kept = jnp.float32(1 / kernel_shape.scale) if kept is None else kept * (1 / kernel_shape.scale)
         if erases_keys:
-            d_value, before, reads, row = _write_gradient(r, tiles, slot, place.own, d_state, kept, is_exact)
+            d_value, before, reads, row = _write_gradient(r, tiles, slot, place, d_state, kept, is_exact)
             erases = scale_columns(-d_value, row).astype(jnp.bfloat16)
         else:
-            d_value, before, reads = _linear_write_gradient(tiles, slot, place.own, d_state, kept)
+            d_value, before, reads = _linear_write_gradient(tiles, slot, place, d_state, kept)
 
         def add(d_state):
             multiply(d_state, reads, tiles.read.at[slot])
+            if is_wide:
+                single_stage.wait(m)
             if erases_keys and not is_scaled_late:
-                multiply(d_state, erases, erased.at[slot])
-            if with_values:
+                multiply(d_state, erases, erased(slot))
+            if is_wide:
+                store_wide_side(slot, n, m, d_value)
+            elif with_values:
                 store_value_side(slot, n, m, d_value)
             else:
                 fence_smem()
 
         (d_state,) = added(add, before)
         if is_scaled_late and erases_keys:
-            (d_state,) = added(lambda x: multiply(x, erases, erased.at[slot]), d_state * kernel_shape.scale)
+            (d_state,) = added(lambda x: multiply(x, erases, erased(slot)), d_state * kernel_shape.scale)
         elif is_scaled_late:
             d_state = d_state * kernel_shape.scale
-        pipeline.release(slot)
+        if not is_wide:
+            pipeline.release(slot)
         return d_state
 
     d_state = lax.fori_loop(0, count, step, start_state(r.ends, place, kernel_shape.key_size))
@@ -208,17 +248,19 @@ def _call(
     num_stages: int,
     has_single_stage: bool = False,
 ) -> dict[str, Array | None]:
-    tiles = {
-        **chunk_tiles(kernel_shape, arrays, num_compute_warpgroups),
-        "d_out": value_tile("d_out", num_compute_warpgroups),
-    }
+    groups, is_wide = num_compute_warpgroups, arrays.write is not None
+    tiles = chunk_tiles(kernel_shape, arrays, groups)
+    tiles["d_out"] = (parted_value_tile if is_wide else value_tile)("d_out", groups)
     single_stage: dict[str, Tile] = {}
+    if is_wide:
+        tiles |= {name: parted_value_tile(name, groups, getattr(arrays, name).dtype) for name in ("v", "write")}
+        single_stage = {name: tiles.pop(name) for name in ("erased", "v", "write") if name in tiles}
     factor = single_stage if has_single_stage else tiles
     if residuals is not None:
-        factor["residuals"] = residual_tile(num_compute_warpgroups)
+        factor["residuals"] = residual_tile(groups)
     if digits is not None:
-        factor["digits"] = digit_tile(num_compute_warpgroups)
-    absent = dict.fromkeys(("d_states", "rests", "d_v", "d_rest", "d_write", "d_initial_state", "offsets"))
+        factor["digits"] = digit_tile(groups)
+    absent = dict.fromkeys(("d_states", "rests", "d_v", "d_written", "d_write", "d_initial_state", "offsets"))
     return call(
         _reverse_kernel,
         name,
@@ -288,32 +330,34 @@ def bwd_dh(
 
     Returns:
         `d_states` `[B, HV, N, V, K]`, of the state after each chunk; `rests`, in linear attention what rounding left of
-        these (`rests_struct`), else None; `d_v` `[B, T, HV, V]`, `dW` times a write gate of one number a token;
-        `d_write` of such a gate, `[B, HV, T]` float32, with residuals times the gate, in which it then both erases and
-        writes; `d_rest`, if the gate is one number a channel, what rounding left of `dW` in `d_v`, likewise, else None;
+        these (`rests_struct`), else None; `d_v` `[B, T, HV, V]`, `dW` times the write gate; `d_write` of a gate of one
+        number a token, `[B, HV, T]` float32, with residuals times the gate, in which it then both erases and writes, of
+        one of one number a channel `[B, T, HV, V]` in its dtype; `d_written`, with such a gate, `dW`, else None;
         `d_initial_state`, transposed, `[B, HV, V, K]` float32 or None.
     """
     p, is_wide = kernel_shape, arrays.write is not None
     with_d_write = arrays.write_rows is not None
-    if residuals is not None or not with_d_write:
+    if residuals is not None or not (with_d_write or is_wide):
         arrays = arrays._replace(v=None, write=None)
     final = p.per_head(p.value_size, p.key_size, dtype=jnp.float32)
     parts = jax.ShapeDtypeStruct((p.value_size // SIDE, p.batch, p.value_heads, p.length), jnp.float32)
-    like_values = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype)
+    by_value = p.batch, p.length, p.value_heads, p.value_size
+    like_values = jax.ShapeDtypeStruct(by_value, p.dtype)
+    d_write = parts if with_d_write else None
+    if is_wide:
+        d_write = jax.ShapeDtypeStruct(by_value, arrays.write.dtype)  # type: ignore[union-attr]
     outputs = {
         "d_states": p.per_head(p.chunks, p.value_size, p.key_size),
         "rests": None if p.online else rests_struct(p),
         "d_v": like_values,
-        "d_rest": like_values if is_wide else None,
-        "d_write": parts if with_d_write else None,
+        "d_written": like_values if is_wide else None,
+        "d_write": d_write,
         "d_initial_state": final if with_initial_state else None,
     }
     buffers = {"d_states": matrix_buffer(num_compute_warpgroups, SIDE, p.key_size)}
     has_single_stage = residuals is not None and arrays.erased is not None and num_compute_warpgroups > 1
-    if not has_single_stage:
+    if not (has_single_stage or is_wide):
         buffers["d_v"] = matrix_buffer(num_compute_warpgroups, CHUNK, SIDE)
-    if is_wide:
-        buffers["d_rest"] = matrix_buffer(num_compute_warpgroups, CHUNK, SIDE)
     if with_d_write:
         buffers["sums"] = sum_buffer(num_compute_warpgroups)
     results = _call(

@@ -63,12 +63,15 @@ class Tile:
         source: from the kernel's namespace of references, the program's place and the chunk's number to that part.
         dtype: of a matrix, bfloat16, float32 or int16.
         is_swizzled: whether it is a matrix for products; else it is several rows of float32 numbers.
+        parts: 0, or how many such matrices there are, one for each computing warpgroup; `source` then takes a part's
+            number, too. Through its own part a warpgroup can store what it has.
     """
 
     shape: tuple[int, ...]
     source: Callable[..., Any]
     dtype: Any = jnp.bfloat16
     is_swizzled: bool = True
+    parts: int = 0
 
     def buffer(self, num_stages: int) -> Any:
         """Shared memory for so many slots."""
@@ -76,7 +79,20 @@ class Tile:
             return number_buffer(num_stages, *self.shape)
         if self.dtype == jnp.int16:
             return plain_buffer(num_stages, *self.shape)
-        return (wide_buffer if self.dtype == jnp.float32 else matrix_buffer)(num_stages, *self.shape)
+        shape = (num_stages, *[self.parts] * (self.parts > 0), *self.shape)
+        return (wide_buffer if self.dtype == jnp.float32 else matrix_buffer)(*shape)
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill a slot."""
+        return max(1, self.parts)
+
+    def begin(self, refs: Any, place: "Place", chunk: Any, slot: Any, at: Any) -> None:
+        """Begins to fill a slot with a chunk's part of the array; each copy arrives at a barrier."""
+        for part in range(self.parts):
+            begin_copy(self.source(refs, place, chunk, part), slot.at[part], at)
+        if not self.parts:
+            begin_copy(self.source(refs, place, chunk), slot, at)
 
 
 @dataclass(frozen=True)
@@ -295,6 +311,21 @@ def value_tile(name: str, num_compute_warpgroups: int) -> Tile:
     return Tile((CHUNK, width), source)
 
 
+def parted_value_tile(name: str, num_compute_warpgroups: int, dtype: Any = jnp.bfloat16) -> Tile:
+    """The same with a matrix for each warpgroup, `own_values`."""
+
+    def source(r, at, n, part):
+        channels = pl.ds((at.block * num_compute_warpgroups + part) * SIDE, SIDE)
+        return getattr(r, name).at[at.batch, tokens(n), at.head, channels]
+
+    return Tile((CHUNK, SIDE), source, dtype, parts=num_compute_warpgroups)
+
+
+def own_values(tile: Any, slot: Any, place: Place) -> Any:
+    """A warpgroup's own channels of a tile of values, `[C, 64]`."""
+    return tile.at[slot, place.group] if len(tile.shape) == 4 else tile.at[slot, :, place.own]
+
+
 def residual_tile(num_compute_warpgroups: int) -> Tile:
     """What a chunk's tokens write, transposed, of the program's block of channels."""
     return _channel_tile("residuals", num_compute_warpgroups, CHUNK, jnp.bfloat16)
@@ -426,7 +457,7 @@ def call(
                     slot = remainder(step, at.num_stages)
                     pl.when(step >= at.num_stages)(functools.partial(wait, at.free.at[slot]))
                     for key, tile in copied.items():
-                        begin_copy(tile.source(refs, place, chunk), getattr(there, key).at[slot], at.full.at[slot])
+                        tile.begin(refs, place, chunk, getattr(there, key).at[slot], at.full.at[slot])
 
             for at in pipelines:
                 wait_for_readers(at.free, at.num_stages, count)
@@ -441,7 +472,7 @@ def call(
     memory = {
         "tiles": tuple(tile.buffer(n) for copied, n in sets for tile in copied.values()),
         "buffers": tuple(buffers.values()),
-        "full": tuple(barrier(len(copied), n) for copied, n in sets),
+        "full": tuple(barrier(sum(tile.copies for tile in copied.values()), n) for copied, n in sets),
         "free": tuple(barrier(num_compute_warpgroups, n) for _, n in sets),
     }
     grid = {

@@ -157,19 +157,15 @@ def bwd_dh(
         num_compute_warpgroups=at.num_compute_warpgroups,
         num_stages=at.num_stages,
     )
-    d_v, d_rest = results["d_v"], results["d_rest"]
     d_write, d_initial = results["d_write"], results["d_initial_state"]
-    d_write, d_written = None if d_write is None else jnp.swapaxes(d_write, 1, 2), None
+    if d_write is not None and not is_channel_wise(inputs.write):
+        d_write = jnp.swapaxes(d_write, 1, 2)
     if residuals is not None:
         d_write = d_write / inputs.write.astype(jnp.float32)  # type: ignore[operator,union-attr]
-    if is_channel_wise(inputs.write):  # the pass leaves `dW` in two parts, and no sums are left to do
-        wide, d_written = d_v.astype(jnp.float32) + d_rest.astype(jnp.float32), d_v  # type: ignore[union-attr]
-        d_v = (inputs.write.astype(jnp.float32) * wide).astype(kernel_shape.dtype)
-        d_write = (inputs.v.astype(jnp.float32) * wide).astype(inputs.write.dtype)
     return Reversed(
         d_states=results["d_states"],  # type: ignore[arg-type]
-        d_v=d_v,  # type: ignore[arg-type]
-        d_written=d_written,
+        d_v=results["d_v"],  # type: ignore[arg-type]
+        d_written=results["d_written"],
         d_write=d_write,
         d_initial_state=None if d_initial is None else jnp.swapaxes(d_initial, 2, 3),
         rests=results["rests"],
