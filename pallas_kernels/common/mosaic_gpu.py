@@ -60,6 +60,11 @@ def wide_buffer(*shape: int) -> Any:
     return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
 
 
+def either_buffer(*buffers: Any) -> Any:
+    """Shared memory for one of several buffers at a time: a reference that is taken apart into one for each."""
+    return plgpu.RefUnion(*buffers)
+
+
 def plain_buffer(*shape: int) -> Any:
     """Shared memory for an int16 matrix, row by row."""
     return plgpu.SMEM(shape, jnp.int16)

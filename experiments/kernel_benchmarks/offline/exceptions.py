@@ -27,7 +27,7 @@ KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("channel-128x128-bfloat16 few heads", "delta_reverse_mosaic", 8, COPIES),
     ("delta+key", "delta_gradients_mosaic", 28, COPIES),
     ("channel", "delta_channel_gradients_mosaic", 80, OPERANDS),
-    ("channel gates", "delta_channel_gradients_mosaic", 112, OPERANDS),
+    ("grouped packed", "delta_channel_gradients_mosaic", 176, OPERANDS),
     ("channel", "delta_channel_factors_mosaic", 128, COPIES),
     ("channel gates", "delta_prepare", 224, GATES),
     ("channel gates", "delta_prepare_extreme", 1028, GATES),

@@ -11,8 +11,8 @@ of its products, in registers, and only the pairs' gradients need shared memory:
 
 and so on. Sums over later tokens, of the log decay and of its gradient, are products with a matrix of 0 and 1.
 
-An erase gate of one number a key channel is one more tile. It multiplies the key where that reads, and the two
-gradients in float32, of the gate and of the log decay, leave through its place.
+An erase gate of one number a key channel is one more tile. It multiplies the key where that reads, and its gradient
+leaves through its place. The log decay's leaves in float32 through that of the pairs' gradients, once these are read.
 
 Linear attention has neither dT nor dW, and R is the values. The first warpgroup finds dP for both. States and their
 gradients have four more bits for the one product in which nothing else is rounded (`rounded_rests`).
@@ -39,6 +39,7 @@ from pallas_kernels.common.mosaic_gpu import (
     begin_across,
     column_numbers,
     column_sums,
+    either_buffer,
     fence_smem,
     load_across,
     load_column,
@@ -55,6 +56,7 @@ from pallas_kernels.common.mosaic_gpu import (
     spread_rows,
     store,
     store_across,
+    store_turned,
     sum_buffer,
     turned,
     wait,
@@ -94,9 +96,10 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
     count, has_resets = scheduler.count, "run" in scheduler.rows
     has_gate, online = r.erase is not None, p.online
     keys = KeyTiles(r, tiles, scheduler, half, is_across=True)
+    all_pairs, wide = memory.pairs_or_wide if online else (memory.pairs, memory.wide)
 
     def pairs_of(m, which, part):
-        return memory.pairs.at[zero(m) + which, part]
+        return all_pairs.at[zero(m) + which, part]
 
     def row(name, m, load=load_row) -> Any:
         return scheduler.row(tiles, name, m, load)
@@ -157,20 +160,26 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
         """What reads to erase; an erase gate of one number a token is in the pairs' gradients."""
         return load_gate(m) * load_turned(tile) if has_gate else load_turned(tile)
 
-    def store_wide(m, name, x, *, waits):
-        """Stores a float32 gradient: through the gate's tile, which is no longer read, or a buffer, or directly."""
+    def store_erase(m, x):
+        """Stores the gradient of an erase gate by channel: through the gate's tile, which is read, or directly."""
         b, n, h = scheduler.at(m)
-        target = getattr(r, name).at[b, tokens(n), h, channels]
-        if not (keys.holds_gate or hasattr(memory, "wide")):
+        target = r.d_erase.at[b, tokens(n), h, channels]
+        if not keys.holds_gate:
             store_across(target, x)
             fence_smem()
             return
-        if waits:  # until what left through the same place before has left
-            wait_for_stores()
-        buffer = keys.gate_of(m) if keys.holds_gate else memory.wide.at[half]
-        store_across(buffer, x)
+        store_turned(keys.gate_of(m), x)
         fence_smem()
-        store(buffer, target)
+        store(keys.gate_of(m), target)
+
+    def store_log_decay(m, x):
+        """Stores the log decay's gradient, once nobody reads the pairs' gradients in its place any more."""
+        b, n, h = scheduler.at(m)
+        if online:
+            wait(memory.used)
+        store_across(wide.at[half], x)
+        fence_smem()
+        store(wide.at[half], r.d_log_decay.at[b, tokens(n), h, channels])
 
     def near_tiles(m):
         """The tiles of dO and dW, or in linear attention of dO and V, and R `[V, C]`."""
@@ -205,10 +214,12 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
 
         if online:
             pairs, later = products(begin_pairs, begin_later)
-            wait_and_store(pairs)
+            keys.release_before(m)
+            store_pairs(m, pairs)
         else:
             pl.when(half == 0)(lambda: wait_and_store(*products(begin_pairs)))
             (later,) = products(begin_later)
+            keys.release_before(m)
         after_middle = jnp.sum(jnp.where(spread_columns(column_numbers()) == _MIDDLE, later, 0.0), axis=1)
         return spread_rows(after_middle) - later
 
@@ -284,7 +295,6 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
         rests = begin_rests(m)  # on their way meanwhile
         scheduler.wait("rows", m)
         reads = jnp.exp2(exponent_and_pairs(m, log_decay))
-        keys.release_before(m)
         read, *erased, written, kept = far_products(m, rests)
         read = by_token(by_channel(p.scale * read, "front", m), "sees", m)
         erased = [by_token(by_token(by_channel(-x, "front", m), "ratio", m), "sees", m) for x in erased]
@@ -309,10 +319,11 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
         d_total: Any = None
         if online:
             (d_erased,) = (x * reads for x in erased)
-            d_total = erase_key(m, k_tile) * d_erased
+            d_total = load_turned(k_tile) * d_erased
         if has_gate:
-            d_erase, d_erased = load_turned(k_tile) * d_erased, load_gate(m) * d_erased
-            store_wide(m, "d_erase", d_erase, waits=False)
+            gate, d_erase = load_gate(m), d_total
+            d_total, d_erased = gate * d_erase, gate * d_erased
+            store_erase(m, d_erase)
         elif r.d_erase is not None:
             r.d_erase[half, b, h, tokens(n)] = column_sums(d_total, memory.column_sums.at[half])
         read = read * reads
@@ -336,15 +347,15 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
         # Only the chunk's first log decay can be so low that it is clamped; or that all before it is forgotten anyway.
         is_flat = (spread_columns(column_numbers()) == 0) & (spread_rows(load_end("front", m)) < _SMALLEST)
         d_step = jnp.where(is_flat, 0.0, d_step)
-        store_wide(m, "d_log_decay", by_token(d_step, "goes_on", m), waits=has_gate or not keys.through)
+        store_log_decay(m, by_token(d_step, "goes_on", m))
         scheduler.release("rows", m)
         return log_decay
 
     store_later()
     lax.fori_loop(0, count, step, begin_log_decay(jnp.int32(0)))
     keys.release_before(count)
-    # Who does not wait for a barrier before must not do it here.
-    pl.when(count > 0 if online else (count > 0) & (half == 0))(lambda: wait(memory.used))
+    if not online:  # who does not wait for a barrier before must not do it here
+        pl.when((count > 0) & (half == 0))(lambda: wait(memory.used))
     wait_for_stores(only_read=False)
 
 
@@ -366,8 +377,9 @@ def channel_gradients(
     p, kinds = kernel_shape, 2 if kernel_shape.online else 1
     d_log_decay = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.key_size), jnp.float32)
     outputs = {**wanted, "d_log_decay": d_log_decay}
+    pairs, wide = matrix_buffer(kinds, 2, CHUNK, CHUNK), wide_buffer(2, CHUNK, CHUNK)
     buffers = {
-        "pairs": matrix_buffer(kinds, 2, CHUNK, CHUNK),
+        **({"pairs_or_wide": either_buffer(pairs, wide)} if p.online else {"pairs": pairs, "wide": wide}),
         "later": matrix_buffer(1, CHUNK, CHUNK),
         "own": number_buffer(CHUNK),
         "begun": barrier(2),
@@ -377,9 +389,6 @@ def channel_gradients(
     # Of the states, or of a gate of one number a token.
     if not p.online or (x.erase is None and wanted["d_erase"] is not None):
         buffers["column_sums"] = sum_buffer(2, is_small=True)
-    # Else there is no room, or the gate's tile.
-    if not p.online or (x.erase is None and x.write_key is None and x.resets is None):
-        buffers["wide"] = wide_buffer(2, CHUNK, CHUNK)
     return call(
         _compute,
         "delta_channel_gradients",

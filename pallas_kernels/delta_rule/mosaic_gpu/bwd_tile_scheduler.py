@@ -64,7 +64,7 @@ class GradientArrays(NamedTuple):
         d_states: gradient of the state after each chunk, `[B, HV, N, V, K]`.
         residuals: R, transposed, `[B, HV, N, V, C]`; None for linear attention.
         ratio: what turns `dW` as stored to the gradient of what reads, `[B, T, HV]` float32; None for 1.
-        erase: the erase gate if it is one number a key channel, `[B, T, HV, K]` float32, else None.
+        erase: the erase gate if it is one number a key channel, `[B, T, HV, K]` bfloat16 or float32, else None.
         log_decay: `[B, T, HV]`, `[B, T, HV, K]`, or None.
         resets: 1 at each token that starts a document, `[B, T]`; None without.
         read_rows: `scale * exp(G)`, `[B, HV, T]` float32; None without decay, and where it is channel-wise.
@@ -212,7 +212,7 @@ def copy_tiles(r: Any, tiles: Any, scheduler: TileScheduler) -> None:
 class KeyTiles(NamedTuple):
     """The tiles of q, k and k~ of one warpgroup's key channels, through which their gradients leave.
 
-    In float32, by value head, gradients leave directly instead. Through the gate's tile leave gradients in float32.
+    In float32, by value head, gradients leave directly instead. Through the gate's tile leaves its gradient.
 
     Attributes:
         refs: the kernel's arrays.
@@ -245,14 +245,14 @@ class KeyTiles(NamedTuple):
         return q, k, k if self.refs.write_key is None else self._tile("write_key", m)
 
     def release_before(self, m: Any) -> None:
-        """Lets the place of the chunk before the m-th be filled, once the gradients in it have left."""
+        """Waits until all that is stored of the chunk before the m-th has left, and lets its place be filled."""
 
         def release():
             wait_for_stores()
-            self.scheduler.release("keys", m - 1)
+            if self.through or self.holds_gate:
+                self.scheduler.release("keys", m - 1)
 
-        if self.through or self.holds_gate:
-            pl.when(m > 0)(release)
+        pl.when(m > 0)(release)
 
     def store(self, m: Any, gradients: Mapping[str, Array]) -> None:
         """Stores the gradients that are wanted. The tiles are no longer read."""
@@ -275,7 +275,7 @@ class KeyTiles(NamedTuple):
             self.scheduler.release("keys", m)
 
     def gate_of(self, m: Any) -> Any:
-        """The tile of the erase gate of the program's m-th chunk; float32."""
+        """The tile of the erase gate of the program's m-th chunk."""
         return self._tile(_GATE, m)
 
     def _tile(self, key: str, m: Any) -> Any:
@@ -329,20 +329,22 @@ def call(
     if not count and ends is None:
         del depths["rows"]
     keys = KEYS[: 2 if x.write_key is None else 3]
-    copies_gate = x.erase is not None and x.write_key is None  # else there is no room
+    # Beside a write key there is no room for it in float32.
+    copies_gate = x.erase is not None and (x.write_key is None or x.erase.dtype == jnp.bfloat16)
     num_ctas = min(num_ctas, p.batch * p.value_heads * p.chunks)
     by_chunk = (p.batch, p.value_heads, p.chunks, CHUNK)
     copied = (*KEYS, _GATE, "d_out", "d_values", "states", "d_states", "residuals", "values")
     inputs = {name: getattr(x, name) for name in copied} | dict(more)
     inputs["rows"] = jnp.stack([row.reshape(by_chunk) for row in rows.values()], axis=3) if rows else None
     inputs["ends"] = ends
+    gate_buffer = matrix_buffer if copies_gate and x.erase.dtype == jnp.bfloat16 else wide_buffer  # type: ignore[union-attr]
     tiles = {
         "near": matrix_buffer(1, 2, CHUNK, p.value_size),
         **({} if x.residuals is None else {"residuals": matrix_buffer(1, p.value_size, CHUNK)}),
         "states": matrix_buffer(1, 2, p.value_size, SIDE),
         "d_states": matrix_buffer(1, 2, p.value_size, SIDE),
         **{key: matrix_buffer(num_key_stages, 2, CHUNK, SIDE) for key in keys},
-        **({_GATE: wide_buffer(num_key_stages, 2, CHUNK, SIDE)} if copies_gate else {}),
+        **({_GATE: gate_buffer(num_key_stages, 2, CHUNK, SIDE)} if copies_gate else {}),
         **({"rows": number_buffer(2, count, CHUNK)} if rows else {}),
         **({} if ends is None else {"ends": number_buffer(2, *ends.shape[3:])}),
     }
@@ -397,8 +399,9 @@ def gradient_structs(
         write_key_dtype: of the write key's gradient; None is the write key's.
 
     Returns:
-        `d_q`, `d_k`, `d_write_key`, and `d_erase` of a gate of one number a key channel, `[B, T, HV, K]`, in float32
-        where value heads share a key head. `d_erase` of a gate of one number a token, times the gate: `parts_struct`.
+        `d_q`, `d_k`, `d_write_key`, and `d_erase` of a gate of one number a key channel, `[B, T, HV, K]`, in the
+        argument's dtype, or in float32 where value heads share a key head. `d_erase` of a gate of one number a token,
+        times the gate: `parts_struct`.
     """
     shape = (kernel_shape.batch, kernel_shape.length, kernel_shape.value_heads, kernel_shape.key_size)
 

@@ -187,9 +187,8 @@ def bwd_dqkg(
     """Gradients of all token-wise arguments; see `bwd_dqkg.bwd_dqkg`."""
     at = _launch(config.gradients)
     x, has_channels = inputs, is_channel_wise(inputs.log_decay)
-    wide = [name for name in ("log_decay", "erase") if is_channel_wise(getattr(x, name))]
-    for name in wide:  # as the kernel takes them, and leaves their gradients
-        x = x._replace(**{name: getattr(x, name).astype(jnp.float32)})
+    if has_channels:  # as the kernel takes it, and leaves its gradient
+        x = x._replace(log_decay=x.log_decay.astype(jnp.float32))  # type: ignore[union-attr]
     erase, write = _token_gate(x.erase), _token_gate(x.write)
     arrays = GradientArrays(
         q=x.q,
@@ -245,10 +244,7 @@ def bwd_dqkg(
             write_key_dtype=write_key_dtype,
             others={**found, "d_erase": d_erase},
         )
-        for name in wide:
-            gradient = getattr(gradients, name).astype(getattr(inputs, name).dtype)
-            gradients = gradients._replace(**{name: gradient})
-        return gradients
+        return gradients._replace(log_decay=gradients.log_decay.astype(inputs.log_decay.dtype))  # type: ignore[union-attr]
     if tied_gates:
         d_erase, d_write = d_erase + d_write, None
     d_v, d_k, d_write_key = zero_closed(
