@@ -247,7 +247,7 @@ def bwd_dqkg(
         p,
         x,
         rows,
-        None,
+        {},
         outputs,
         buffers,
         more={"kept": x.kept},

@@ -114,7 +114,7 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
         return x * spread_rows(load_end(name, m))
 
     def load_end(name, m):
-        return load_column(tiles.ends.at[scheduler.place("rows", m), _ENDS.index(name), channels])
+        return load_column(tiles.ends.at[scheduler.place("rows", m), scheduler.ends.index(name), channels])
 
     def store_later():
         """The matrix that adds up over later tokens."""
@@ -395,7 +395,7 @@ def channel_gradients(
         p,
         x,
         _token_rows(p, x),
-        jnp.stack([getattr(x, name) for name in _ENDS], axis=3),
+        {name: getattr(x, name) for name in _ENDS},
         outputs,
         buffers,
         more={"log_decay": x.log_decay, "rests": x.rests, "d_rests": x.d_rests},

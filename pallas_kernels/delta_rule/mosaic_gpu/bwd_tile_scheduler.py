@@ -105,6 +105,7 @@ class TileScheduler(NamedTuple):
     Attributes:
         kernel_shape: static facts.
         rows: names of the numbers a token, in the order in which they are stored.
+        ends: names of the numbers a key channel, likewise.
         depths: places of each set of tiles.
         num_ctas: number of programs.
         full: by set, barriers of its places: the tiles are there.
@@ -113,6 +114,7 @@ class TileScheduler(NamedTuple):
 
     kernel_shape: KernelShape
     rows: tuple[str, ...]
+    ends: tuple[str, ...]
     depths: dict[str, int]
     num_ctas: int
     full: dict[str, Any]
@@ -160,9 +162,10 @@ def copy_tiles(r: Any, tiles: Any, scheduler: TileScheduler) -> None:
         b, n, h = scheduler.at(m)
         place = scheduler.place(name, m)
         if name == "rows":
-            for key in ("rows", "ends"):
-                if getattr(r, key) is not None:
-                    yield getattr(r, key).at[b, h, n], getattr(tiles, key).at[place]
+            if r.rows is not None:
+                yield r.rows.at[b, h, n], tiles.rows.at[place]
+            for i, key in enumerate(scheduler.ends):
+                yield getattr(r, key).at[b, h, n], tiles.ends.at[place, i]
         if name == "near":
             for j, x in enumerate((r.d_out, r.values if r.d_values is None else r.d_values)):
                 yield x.at[b, tokens(n), h], tiles.near.at[place, j]
@@ -301,7 +304,7 @@ def call(
     kernel_shape: KernelShape,
     x: GradientArrays,
     rows: Mapping[str, Array],
-    ends: Array | None,
+    ends: Mapping[str, Array],
     outputs: Mapping[str, jax.ShapeDtypeStruct | None],
     buffers: Mapping[str, Any],
     *,
@@ -317,7 +320,7 @@ def call(
         kernel_shape: static facts.
         x: arrays whose tiles are copied.
         rows: numbers a token, `[B, HV, T]` float32.
-        ends: numbers a key channel, `[B, HV, N, ., K]` float32; None for none.
+        ends: numbers a key channel, `[B, HV, N, K]` float32.
         outputs: as `launch` takes them.
         buffers: other shared memory.
         more: arrays that are read from global memory.
@@ -326,7 +329,7 @@ def call(
     """
     p, count = kernel_shape, len(rows)
     depths = {name: num_key_stages if name == "keys" else 2 if name == "rows" else 1 for name in _SETS}
-    if not count and ends is None:
+    if not count and not ends:
         del depths["rows"]
     keys = KEYS[: 2 if x.write_key is None else 3]
     # Beside a write key there is no room for it in float32.
@@ -336,7 +339,7 @@ def call(
     copied = (*KEYS, _GATE, "d_out", "d_values", "states", "d_states", "residuals", "values")
     inputs = {name: getattr(x, name) for name in copied} | dict(more)
     inputs["rows"] = jnp.stack([row.reshape(by_chunk) for row in rows.values()], axis=3) if rows else None
-    inputs["ends"] = ends
+    inputs |= ends
     gate_buffer = matrix_buffer if copies_gate and x.erase.dtype == jnp.bfloat16 else wide_buffer  # type: ignore[union-attr]
     tiles = {
         "near": matrix_buffer(1, 2, CHUNK, p.value_size),
@@ -346,13 +349,13 @@ def call(
         **{key: matrix_buffer(num_key_stages, 2, CHUNK, SIDE) for key in keys},
         **({_GATE: gate_buffer(num_key_stages, 2, CHUNK, SIDE)} if copies_gate else {}),
         **({"rows": number_buffer(2, count, CHUNK)} if rows else {}),
-        **({} if ends is None else {"ends": number_buffer(2, *ends.shape[3:])}),
+        **({"ends": number_buffer(2, len(ends), p.key_size)} if ends else {}),
     }
     arrivals = {
         "near": 2 + (x.residuals is not None),
         "states": 2,
         "d_states": 2,
-        "rows": bool(rows) + (ends is not None),
+        "rows": bool(rows) + len(ends),
     }
     arrivals["keys"] = 2 * (len(keys) + copies_gate)
     memory = {
@@ -365,7 +368,7 @@ def call(
     def program(r, memory):
         there = SimpleNamespace(**dict(zip(tiles, memory.tiles)))
         by_set = dict(zip(depths, memory.full)), dict(zip(depths, memory.free))
-        scheduler = TileScheduler(p, tuple(rows), depths, num_ctas, *by_set)
+        scheduler = TileScheduler(p, tuple(rows), tuple(ends), depths, num_ctas, *by_set)
         warpgroup = lax.axis_index("warpgroup")
         computing, copying = _REGISTERS
 
