@@ -126,6 +126,7 @@ def mosaic_config(
     has_channel_decay: bool = False,
     has_channel_erase: bool = False,
     has_channel_write: bool = False,
+    has_wide_erase: bool = False,
     has_values: bool = True,
     online: bool = True,
 ) -> DeltaRuleConfig:
@@ -144,6 +145,7 @@ def mosaic_config(
         has_channel_decay: whether the decay is one number a key channel.
         has_channel_erase: whether the erase gate is.
         has_channel_write: whether the write gate is one number a value channel.
+        has_wide_erase: whether the erase gate is float32.
         has_values: whether the gradient's pass takes the values, as it does for the gradient of a write gate of one
             number a token which is not the erase gate.
         online: False for linear attention, which takes these stages under a channel-wise decay, without gates.
@@ -169,10 +171,9 @@ def mosaic_config(
         slots = 1 if has_write_key or has_channel_decay else 2
         stages["gradients"] = MosaicConfig(num_compute_warpgroups=2, num_stages=slots, num_ctas=processors)
     if has_channel_decay:
-        # A float32 gate beside the decay leaves room for one block of channels.
-        stages["prepare"] = MosaicConfig(
-            num_compute_warpgroups=2, num_stages=1 if has_channel_erase else 2, num_ctas=processors
-        )
+        # A float32 gate beside the decay leaves room for one block of channels, as does any beside a write key.
+        has_room = not has_channel_erase or not (has_wide_erase or has_write_key)
+        stages["prepare"] = MosaicConfig(num_compute_warpgroups=2, num_stages=2 if has_room else 1, num_ctas=processors)
     elif not has_channel_erase:
         stages["prepare"] = MosaicConfig(
             num_compute_warpgroups=2 if has_write_key else 3,

@@ -7,6 +7,8 @@ import logging
 from importlib import resources
 from typing import Any
 
+import jax.numpy as jnp
+
 from pallas_kernels.common.config import NUM_SMS, KernelConfig
 from pallas_kernels.common.kernel_shape import is_channel_wise, next_power_of_two
 from pallas_kernels.common.platform import device_kind
@@ -72,6 +74,7 @@ def choose_config(inputs: Inputs, online: bool, backend: str = "triton") -> Delt
         "has_channel_decay": is_channel_wise(inputs.log_decay),
         "has_channel_erase": is_channel_wise(inputs.erase),
         "has_channel_write": is_channel_wise(inputs.write),
+        "has_wide_erase": inputs.erase is not None and inputs.erase.dtype == jnp.float32,
         "has_values": inputs.write is not None and not is_channel_wise(inputs.write),
         "online": online,
     }

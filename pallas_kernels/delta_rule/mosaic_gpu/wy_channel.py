@@ -9,7 +9,8 @@ The equations and the results are those of `pallas_kernels.delta_rule.triton.wy`
 
 A warpgroup has a chunk for itself, and goes over its key channels in blocks of 64. Sums over tokens, of the log decay,
 are products with matrices of -1, 0 and 1. Q' and E' are left operands of the pairs' products, in registers; K' goes
-through shared memory. The scaled matrices leave through the tiles that they are made of.
+through shared memory. The scaled matrices leave through the tiles that they are made of; with one key, what is written
+leaves through a tile of its own, or what is erased through that of an erase gate by channel in bfloat16.
 
 Linear attention erases nothing: there P is the only matrix of pairs, and nothing is inverted. Its written keys leave
 through the keys' tile, since nothing else is made of them.
@@ -71,6 +72,8 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
     sources = {"read": "q", "erased": "k", "written": "k" if not p.online else "written"}
     if r.write_key is not None:
         sources["written"] = "write_key"
+    elif not hasattr(tiles, "written") and p.online:
+        sources |= {"erased": "erase", "written": "k"}
 
     def numbers(m, name):
         """One of `_NUMBERS`, of all channels."""
@@ -235,6 +238,7 @@ def channel_factors(
         rows["erase"] = jnp.swapaxes(x.erase.astype(jnp.float32), 1, 2)
     keys = {name: getattr(x, name) for name in ("q", "k", "write_key", "erase", "log_decay")}
     keys["erase"] = x.erase if is_channel_wise(x.erase) else None
+    leaves_through_gate = keys["erase"] is not None and keys["erase"].dtype == jnp.bfloat16
     token = jnp.arange(CHUNK)
     is_early = token <= _MIDDLE
     signs = jnp.where(token <= token[:, None], jnp.where(is_early, 0, 1), jnp.where(is_early, -1, 0))
@@ -271,5 +275,5 @@ def channel_factors(
         parts=p.key_size // SIDE,
         num_stages=num_stages,
         num_ctas=num_ctas,
-        with_written=p.online and x.write_key is None,
+        with_written=p.online and x.write_key is None and not leaves_through_gate,
     )
