@@ -24,7 +24,6 @@ gradient has four more bits of the states than bfloat16 (`rounded_rests`).
 `stages` brings a call's arrays to them. `wy_tile_scheduler` is how the first stage goes over all chunks; its inverse
 and the sums of its log decay are each warp's own (`triangular_inverse`, `prefix_sum`). `pipeline` has what passes read
 and how it comes there, and what bfloat16 leaves out of R, `bwd_tile_scheduler` how the last two go over all chunks. All
-serve bfloat16 with K = V = 128 and a write gate of one number a token; the first stage and the last two also ask for an
-erase gate of one number a token. `decode_delayed` is no stage: it is one token of a loop, in place of Triton's module
-of that name.
+serve bfloat16 with K = V = 128; under one decay a head the first stage and the last two ask for an erase gate of one
+number a token. `decode_delayed` is no stage: it is one token of a loop, in place of Triton's module of that name.
 """
