@@ -130,7 +130,8 @@ def gated_delta_rule(
         config: how the call is cut into programs; None takes the device's tuned one.
         backend: `"mosaic"` runs most stages as Mosaic GPU kernels, where it has no `unsupported_reason`: nearly the
             same roundings in less time. Tied gates then count as 2^-32 where they are smaller, but for gradients that
-            are exactly 0 where a gate is. `"mosaic_mma"` runs the forward by kernels that need no Triton and no wgmma
+            are exactly 0 where a gate is. Without a gradient one kernel may be the whole forward, whose log decay is
+            added up in float32. `"mosaic_mma"` runs the forward by kernels that need no Triton and no wgmma
             (`pallas_kernels.delta_rule.mosaic_mma`), slower than Triton's on an H100. Read where `config` is None.
 
     Returns:

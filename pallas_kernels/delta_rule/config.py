@@ -14,6 +14,7 @@ class DeltaRuleConfig:
 
     Attributes:
         num_splits: parts of the sequence that run side by side; 1 for one pass from end to end.
+        forward: the whole forward where no gradient is asked for, in one kernel; without `mosaic` it has stages, too.
         prepare: first stage.
         maps: affine maps of splits.
         fold: their composition.
@@ -31,6 +32,7 @@ class DeltaRuleConfig:
     """
 
     num_splits: int = 1
+    forward: KernelConfig = KernelConfig()
     prepare: KernelConfig = KernelConfig(num_warps=4, num_stages=1)
     maps: KernelConfig = KernelConfig(num_warps=4, num_stages=2)
     fold: KernelConfig = KernelConfig(num_warps=4, num_stages=2, block=32)
@@ -128,6 +130,7 @@ def mosaic_config(
     has_channel_write: bool = False,
     has_wide_erase: bool = False,
     has_values: bool = True,
+    has_documents: bool = False,
     online: bool = True,
 ) -> DeltaRuleConfig:
     """The same schedule with the stages in Mosaic GPU that serve the call.
@@ -148,6 +151,7 @@ def mosaic_config(
         has_wide_erase: whether the erase gate is float32.
         has_values: whether the gradient's pass takes the values, as it does for the gradient of a write gate of one
             number a token which is not the erase gate.
+        has_documents: whether documents start within rows.
         online: False for linear attention, which takes these stages under a channel-wise decay, without gates.
     """
     is_spread = programs <= processors
@@ -166,7 +170,9 @@ def mosaic_config(
     output = dataclasses.replace(ahead, scores_in_output=finds_scores)
     if finds_scores:  # a chunk's slot is given back in the next step, and another one filled meanwhile
         output = dataclasses.replace(output, num_stages=3)
-    stages = {"maps": maps, "output": output, "states": ahead, "offsets": back, "reverse": back}
+    # What such a program loads is all that a chunk's first stage takes, too. Where a sequence is split, maps take that.
+    forward = output if finds_scores and config.num_splits == 1 and not has_documents else None
+    stages = {"forward": forward, "maps": maps, "output": output, "states": ahead, "offsets": back, "reverse": back}
     if has_channel_decay or not has_channel_erase:
         slots = 1 if has_write_key or has_channel_decay else 2
         stages["gradients"] = MosaicConfig(num_compute_warpgroups=2, num_stages=slots, num_ctas=processors)

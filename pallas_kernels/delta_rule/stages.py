@@ -29,6 +29,7 @@ class Stages(NamedTuple):
         bwd_dh_offsets: what a split's outputs add to the gradient at its start.
         bwd_dh: gradients of states, values, write gate and initial state.
         bwd_dqkg: gradients of the other arguments, those of the pairs' matrices included.
+        forward: output and final state in one kernel; None where the schedule has none.
     """
 
     wy_factors: Callable[..., Any]
@@ -38,6 +39,7 @@ class Stages(NamedTuple):
     bwd_dh_offsets: Callable[..., Any]
     bwd_dh: Callable[..., Any]
     bwd_dqkg: Callable[..., Any]
+    forward: Callable[..., Any] | None = None
 
 
 def choose_stages(config: DeltaRuleConfig) -> Stages:
@@ -58,7 +60,8 @@ def choose_stages(config: DeltaRuleConfig) -> Stages:
     backward = mosaic.fwd_h, mosaic.bwd_dh_offsets, mosaic.bwd_dh, mosaic.bwd_dqkg
     in_mosaic = Stages(mosaic.wy_factors, mosaic.split_transitions, mosaic.fwd_o, *backward)
     choices = zip(configs, in_triton, in_mosaic)
-    return Stages._make(triton if kernel.mosaic is None else other for kernel, triton, other in choices)
+    chosen = Stages._make([*(triton if kernel.mosaic is None else other for kernel, triton, other in choices), None])
+    return chosen if config.forward.mosaic is None else chosen._replace(forward=mosaic.forward)
 
 
 def _bwd_dqkg(

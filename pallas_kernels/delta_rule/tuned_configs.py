@@ -76,6 +76,7 @@ def choose_config(inputs: Inputs, online: bool, backend: str = "triton") -> Delt
         "has_channel_write": is_channel_wise(inputs.write),
         "has_wide_erase": inputs.erase is not None and inputs.erase.dtype == jnp.float32,
         "has_values": inputs.write is not None and not is_channel_wise(inputs.write),
+        "has_documents": inputs.resets is not None,
         "online": online,
     }
     if interpreted():  # blocks and warps mean nothing there; two splits keep that path exercised

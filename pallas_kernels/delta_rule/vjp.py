@@ -56,11 +56,11 @@ def _problem(options: Options, inputs: Inputs) -> KernelShape:
     )
 
 
-def _operands(options: Options, inputs: Inputs) -> Inputs:
+def _operands(options: Options, inputs: Inputs, has_gradient: bool = True) -> Inputs:
     """The inputs as kernels load them: with both gates, and with the write key in the dtype of the other matrices."""
     if options.tied_gates:
         gate: Any = inputs.erase
-        gate = divisible(gate) if options.sums_tied_gate else gate
+        gate = divisible(gate) if options.sums_tied_gate and has_gradient else gate
         inputs = inputs._replace(erase=gate, write=gate)
     if inputs.write_key is not None:
         inputs = inputs._replace(write_key=inputs.write_key.astype(inputs.k.dtype))
@@ -71,8 +71,10 @@ def _operands(options: Options, inputs: Inputs) -> Inputs:
 def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` for padded inputs; differentiable."""
     kernel_shape, config = _problem(options, inputs), options.config
-    inputs = _operands(options, inputs)
     stages = choose_stages(config)
+    inputs = _operands(options, inputs, has_gradient=stages.forward is None)
+    if stages.forward is not None:
+        return batch_alike(inputs, stages.forward(kernel_shape, inputs, config.forward))
     prepared = stages.wy_factors(kernel_shape, inputs, config.prepare)
     maps = stages.split_transitions(kernel_shape, inputs, prepared, config.maps)
     split_states = combine_splits(kernel_shape, maps, inputs.initial_state, config.fold)

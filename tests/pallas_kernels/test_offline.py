@@ -30,6 +30,7 @@ COMPILED = {
     "short convolution bfloat16, norm": 2,
     "linear-scalar-64x64-bfloat16 seven tokens": 5,  # XLA's own kernels beside them are compiled, too
     "delta-scalar-128x128-bfloat16 few heads mosaic": 10,
+    "delta-scalar-128x128-bfloat16 forward alone one gate mosaic": 1,
 }
 OTHERS = {
     "preconditioner write key 128 bfloat16": 4,

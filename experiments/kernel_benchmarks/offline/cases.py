@@ -201,6 +201,10 @@ def mosaic() -> list[Case]:
         *(mosaic(variant, shape, place) for variant in variants for place, shape in places.items()),
         *(mosaic(variant, MANY, "many heads", one_gate=True) for variant in variants),
         *(
+            dataclasses.replace(mosaic(variant, MANY, "forward alone", one_gate=True), differentiated=False)
+            for variant in variants[:2]
+        ),
+        *(
             mosaic(f"delta-{decay}-128x128-bfloat16", FEW, "few heads", one_gate=True)
             for decay in ("scalar", "channel")
         ),

@@ -10,6 +10,7 @@ registers.
 | `wy` | `delta_chunk_factors` | `delta_prepare` |
 | `wy_channel` | `delta_channel_factors` | the same under a channel-wise decay, but for extreme chunks |
 | `split_sequence` | `delta_segment_maps` | `delta_segment_maps` |
+| `fused_fwd` | `delta_forward` | both stages of a forward without a gradient, where heads fill the card |
 | `fwd` | `delta_output` | `delta_output` |
 | | `delta_states` | `delta_states` |
 | `bwd_dh` | `delta_reverse_offsets` | `delta_reverse_offsets` |

@@ -7,6 +7,7 @@ All matrices but keys and queries are transposed: R^T is `[V, C]`, the state `[V
 Linear attention erases nothing, and R is the values: no product comes before the state's.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,6 @@ from pallas_kernels.common.mosaic_gpu import (
     wait,
     wait_for_stores,
     with_accumulators,
-    zeros,
 )
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     DIGIT_COLUMNS,
@@ -74,7 +74,7 @@ def residuals(
     values Z count as zero. With `reads_first` both of the state's products are awaited before values are loaded. That
     takes fewer registers: with less than 224 a thread the assembler has all products wait for one another otherwise,
     and beside a fence in `values_of` it spills. `meanwhile` is called while the first product runs. `values_of` loads
-    values Z that are not in the slot.
+    values Z that are not in the slot. `kept` may be a function that loads it.
     """
     left = state.astype(jnp.bfloat16)
     erased = getattr(tiles, "erased", tiles.written)
@@ -96,7 +96,7 @@ def residuals(
         parts = left_parts(new, is_exact)
         for part in parts:
             multiply(residual, part, tiles.inverse.at[slot].T)
-        after = keep(state, kept)
+        after = keep(state, kept() if callable(kept) else kept)
         if not reads_first:
             outs = [scaled(awaited(read, running=len(parts))) for read in reads]  # type: ignore[misc]
         return awaited(residual), after, *outs
@@ -120,9 +120,14 @@ def values_written(
     return values, *with_accumulators(body, CHUNK)
 
 
-def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
+def output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
+    """Outputs and final state; the loop of a warpgroup that carries the state, with `call`'s arguments.
+
+    Where another warpgroup finds the scores they are `buffers.scores`, else a tile. Where it finds all else that does
+    not need the state, too, `tiles` has that in place of tiles, and `buffers.found` are its barriers.
+    """
     first, count = chunks
-    finds_scores = not hasattr(tiles, "scores")
+    finds_scores = hasattr(buffers, "scores")
     scores = buffers.scores if finds_scores else tiles.scores
     single_stage = pipeline.single_stage
 
@@ -134,10 +139,12 @@ def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: 
         single_stage.release(slot)
         return values
 
-    def finish(m, out):
-        """Stores the output of the m-th chunk, transposed, and lets its slot be filled again."""
+    def put_out(out):
         wait_for_stores()
-        buffers.out.at[place.group].T[...] = out
+        buffers.out.at[place.group].T[...] = out.astype(jnp.bfloat16)
+
+    def finish(m):
+        """Stores the output of the m-th chunk, transposed, and lets its slot be filled again."""
         fence_smem()
 
         @pl.when(m >= 0)
@@ -145,18 +152,24 @@ def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: 
             pipeline.release(remainder(m, pipeline.num_stages))
             store(buffers.out.at[place.group], r.out.at[place.batch, tokens(first + m), place.head, place.channels])
 
-    def step(m, state, meanwhile=None):
-        """The state and the output of a chunk."""
+    def step(m, state):
         n = first + m
         slot = pipeline.wait(m)
-        kept = load_kept(r, tiles, place, slot, n)
+        # Loaded where it is used if another warpgroup finds it.
+        kept: Any = functools.partial(load_kept, r, tiles, place, slot, n)
+        if not hasattr(buffers, "found"):
+            kept = kept()
 
         def scaled(out):
-            return (
-                out * kernel_shape.scale
-                if r.read_rows is None
-                else scale_columns(out, row_of(tiles, "read_rows", slot))
-            )
+            factors = row_of(tiles, "read_rows", slot)
+            return out * kernel_shape.scale if factors is None else scale_columns(out, factors)
+
+        def meanwhile():
+            """What is done while the first product runs."""
+            if finds_scores:
+                finish(m - 1)
+            if hasattr(buffers, "found"):
+                wait(buffers.found.at[slot])
 
         if kernel_shape.online:
             residual, after, out = residuals(
@@ -178,31 +191,24 @@ def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: 
             written = residual
 
         def add(state, out):
-            multiply(state, written, tiles.written.at[slot])
-            if finds_scores:
-                wait(buffers.scored.at[slot])
+            if not finds_scores:
+                multiply(state, written, tiles.written.at[slot])
+                multiply(out, residual, scores.at[slot].T)
+                return
+            wait(buffers.scored.at[slot])
             multiply(out, residual, scores.at[slot].T)
+            multiply(state, written, tiles.written.at[slot])
+            put_out(awaited(out, running=1))
 
         state, out = added(add, after, out)
-        return state, out.astype(jnp.bfloat16)
-
-    def step_and_finish(m, state):
-        state, out = step(m, state)
-        finish(m, out)
+        if not finds_scores:
+            put_out(out)
+            finish(m)
         return state
 
-    def finish_in_next(m, carry):
-        state, before = carry
-        return step(m, state, lambda: finish(m - 1, before))
-
-    state = start_state(r.split_states, place, kernel_shape.key_size)
+    state = lax.fori_loop(0, count, step, start_state(r.split_states, place, kernel_shape.key_size))
     if finds_scores:
-        # A chunk is stored while the next one's first product runs. Elsewhere there are no registers for it.
-        nothing = zeros(SIDE, CHUNK).astype(jnp.bfloat16)
-        state, last = lax.fori_loop(0, count, finish_in_next, (state, nothing))
-        finish(count - 1, last)
-    else:
-        state = lax.fori_loop(0, count, step_and_finish, state)
+        finish(count - 1)
 
     @pl.when(place.split == kernel_shape.num_splits - 1)
     def _():
@@ -328,7 +334,7 @@ def fwd_o(
         # Read in the middle of a step, they are there again in the next one's. Two slots have no room in float32.
         single_stage = {name: tiles.pop(name) for name in ("v", "write")}
     results = call(
-        _output_kernel,
+        output_kernel,
         "delta_output",
         p,
         {**arrays.by_name(), "split_states": split_states},

@@ -50,8 +50,9 @@ from pallas_kernels.common.mosaic_gpu import (
 
 # Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
 _REGISTERS = {1: (240, 24), 2: (232, 40)}
-# Likewise where one more warpgroup, whose number comes last, finds scores.
+# Likewise where one more warpgroup, whose number comes last, finds scores, or all factors.
 _REGISTERS_WITH_SCORES = {2: (200, 24, 88)}
+REGISTERS_WITH_FACTORS = {2: (200, 24, 88)}
 
 
 @dataclass(frozen=True)
@@ -236,9 +237,7 @@ def run_rows(kernel_shape: KernelShape, resets: Array | None) -> dict[str, Array
     return {name: jnp.broadcast_to(row, shape) for name, row in by_token.items()}
 
 
-def weigh_pairs(
-    m: Any, decay_sums: Sequence[Any] | None, run: Any, *pairs: Array, with_diagonal: bool = True
-) -> list[Array]:
+def weigh_pairs(m: Any, decay_sums: Sequence[Any] | None, run: Any, *pairs: Array) -> list[Array]:
     """Pairs that are causal and of one run, times `exp(G_r - G_s)`; zero elsewhere.
 
     Args:
@@ -246,17 +245,22 @@ def weigh_pairs(
         decay_sums: shared memory with the log decay to each token, multiples of 1/16 and the rest; None without decay.
         run: shared memory with the runs' numbers; None where no segments start.
         *pairs: matrices `[C, C]`.
-        with_diagonal: whether a token makes a pair with itself.
     """
-    rows, columns = spread_rows(row_numbers(m)), spread_columns(column_numbers())
-    is_near = rows >= columns if with_diagonal else rows > columns
-    if run is not None:
-        is_near &= spread_rows(load_column(run)) == spread_columns(load_row(run))
+    is_near = near_pairs(m, run)
     if decay_sums is None:
         return [jnp.where(is_near, x, 0.0) for x in pairs]
     coarse, fine = (spread_rows(load_column(x)) - spread_columns(load_row(x)) for x in decay_sums)
     weight = jnp.exp(jnp.where(is_near, coarse + fine, -jnp.inf))
     return [weight * x for x in pairs]
+
+
+def near_pairs(m: Any, run: Any) -> Array:
+    """Which pairs are causal and of one run; see `weigh_pairs`."""
+    rows, columns = spread_rows(row_numbers(m)), spread_columns(column_numbers())
+    is_near = rows >= columns
+    if run is not None:
+        is_near &= spread_rows(load_column(run)) == spread_columns(load_row(run))
+    return is_near
 
 
 def chunk_at(kernel_shape: KernelShape, i: Any) -> tuple[Any, Any, Any]:
@@ -349,7 +353,7 @@ def _channel_tile(name: str, num_compute_warpgroups: int, columns: int, dtype: A
 def load_kept(r: Any, tiles: Any, place: Any, slot: Any, chunk: Any) -> Array | None:
     """What a chunk keeps of the state: a number, one for each key channel, or None for 1."""
     if hasattr(tiles, "kept"):
-        return load_row(tiles.kept.at[slot])
+        return load_row(tiles.kept.at[slot]) if tiles.kept.ndim == 2 else tiles.kept[slot]
     return None if r.kept is None else r.kept[place.batch, place.head, chunk]
 
 
@@ -396,6 +400,7 @@ def call(
     blocks: int | None = None,
     span: Callable[..., tuple[Any, ...]] | None = None,
     scores: Callable[..., None] | None = None,
+    registers: Mapping[int, tuple[int, ...]] | None = None,
     **static: Any,
 ) -> dict[str, Array | None]:
     """Runs `kernel` for each block of value channels, value head, and split of each row.
@@ -420,12 +425,13 @@ def call(
         span: from `(refs, buffers, place, kernel_shape)` to the first chunk, the number of chunks, and what else the
             kernel needs. Each warpgroup calls it before the loop.
         scores: what one more warpgroup runs, with the same arguments; it arrives at `buffers.scored` for a slot.
+        registers: of a thread, by the number of warpgroups that compute; None for those of the passes.
         **static: passed to the kernel.
 
     Returns:
         The outputs by name, None where none was asked for.
     """
-    registers = _REGISTERS if scores is None else _REGISTERS_WITH_SCORES
+    registers = registers or (_REGISTERS if scores is None else _REGISTERS_WITH_SCORES)
     computing, copying, *scoring = registers[num_compute_warpgroups]
     sets = [(tiles, num_stages), (single_stage, 1)] if single_stage else [(tiles, num_stages)]
 

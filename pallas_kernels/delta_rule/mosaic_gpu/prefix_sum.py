@@ -1,15 +1,40 @@
-"""Prefix sums over the rows of each warp, by shuffles: nothing goes through shared memory."""
+"""Prefix sums over a chunk's tokens: over the rows of each warp by shuffles, then those of the warps before it."""
+
+from collections.abc import Sequence
+from typing import Any
 
 from jax import Array
 from jax import numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import vector
 
-from pallas_kernels.common.mosaic_gpu import WARPS, interpreted
+from pallas_kernels.common.kernel_shape import CHUNK
+from pallas_kernels.common.mosaic_gpu import BAND, WARPS, fence_smem, interpreted, row_numbers
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
+
+
+def prefix_sums(m: Any, parts: Sequence[Array], in_warp: Any) -> list[Array]:
+    """Inclusive prefix sums of numbers `[C]` float32, one for each row.
+
+    Args:
+        m: the loop's variable, see `row_numbers`.
+        parts: the numbers, of each sum that is wanted.
+        in_warp: shared memory for as many float32 numbers; the warps' own sums are left there.
+    """
+    found = [sums_by_warp(x) for x in parts]
+    for i, x in enumerate(found):
+        in_warp.at[pl.ds(i * CHUNK, CHUNK)][...] = x
+    fence_smem()
+    rows = row_numbers(m)
+    for i, x in enumerate(found):
+        for last in range(BAND - 1, CHUNK - 1, BAND):  # of each warp but the last
+            x = x + jnp.where(rows > last, in_warp[i * CHUNK + last], 0.0)
+        found[i] = x
+    return found
 
 
 def sums_by_warp(x: Array) -> Array:

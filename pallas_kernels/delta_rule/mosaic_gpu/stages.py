@@ -14,6 +14,7 @@ from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.mosaic_gpu import bwd_dh as mosaic_bwd_dh
 from pallas_kernels.delta_rule.mosaic_gpu import bwd_dqkg as mosaic_bwd_dqkg
+from pallas_kernels.delta_rule.mosaic_gpu import fused_fwd as mosaic_fused_fwd
 from pallas_kernels.delta_rule.mosaic_gpu import fwd as mosaic_fwd
 from pallas_kernels.delta_rule.mosaic_gpu import split_sequence as mosaic_split_sequence
 from pallas_kernels.delta_rule.mosaic_gpu import wy as mosaic_wy
@@ -31,6 +32,12 @@ from pallas_kernels.delta_rule.triton.closed_gates import zero_closed
 from pallas_kernels.delta_rule.triton.fwd import has_decay
 from pallas_kernels.delta_rule.triton.split_sequence import SplitTransitions
 from pallas_kernels.delta_rule.triton.wy import WYFactors, with_extreme
+
+
+def forward(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) -> tuple[Array, Array]:
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` in one kernel."""
+    split_states = _split_states(inputs.initial_state, None)
+    return mosaic_fused_fwd.forward(kernel_shape, inputs, split_states, num_stages=_launch(launch).num_stages)
 
 
 def wy_factors(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) -> WYFactors:

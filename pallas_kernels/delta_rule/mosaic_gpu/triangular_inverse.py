@@ -34,7 +34,7 @@ def unit_lower_inverse(lower: Array, rows: Array, negative: Any, inverses: Any) 
     """`(I + L)^-1` for a strictly lower triangular matrix.
 
     Args:
-        lower: `[C, C]` float32, zero on and above the diagonal.
+        lower: `[C, C]` float32; what it has on and above the diagonal does not count.
         rows: the rows' numbers, `[C]`.
         negative: shared memory of a bfloat16 matrix `[C, C]`, for blocks of `-L`; this warpgroup's alone.
         inverses: likewise, for blocks of the inverse. Both may be used again behind the next barrier.
@@ -77,6 +77,8 @@ def unit_lower_inverse(lower: Array, rows: Array, negative: Any, inverses: Any) 
 
 
 def _interpreted_inverse(lower: Array, rows: Array) -> Array:
+    lower = jnp.where(spread_rows(rows) > spread_columns(column_numbers()), lower, 0.0)
+
     def apart(level):
         """Numbers of the blocks of `2^level` rows that rows and columns are in, differing in bits."""
         row, column = (lax.shift_right_logical(x, jnp.int32(level)) for x in (rows, column_numbers()))
@@ -103,7 +105,7 @@ class _Code:
         self.lines: list[str] = []
         self._results, self._given = results, given
         self.emit(
-            ".reg .pred own1, own2, own3, is0, is1, joins2, joins4, odd, high;",
+            ".reg .pred own1, own2, own3, is0, is1, below0, below1, joins2, joins4, odd, high;",
             ".reg .b32 i, g, t, q, z, w, lane, at, minus, found;",
             ".reg .f32 u, zero;",
             "mov.b32 z, 0;",
@@ -175,7 +177,7 @@ def invert_blocks() -> str:
 
     A warp's block of 16 has blocks of 8: `x0` and `x3` on the diagonal, `x2` below it; the one above is zero. Thread
     `4 g + t` holds two neighbours of a block of 8, of row `g` and columns `2 t` and `2 t + 1`. `n0`, `n2`, `n3` are
-    those of `-lower`. A product `[16, 16] @ [16, 8]` takes blocks of 8 as a pair of bfloat16 numbers each, those on the
+    those of `-L`. A product `[16, 16] @ [16, 8]` takes blocks of 8 as a pair of bfloat16 numbers each, those on the
     right transposed (`movmatrix`). Up to blocks of 8 it has both of the diagonal at once: `diag(a0, a3) @ [b0; b1]`.
     What is left of the diagonal, and the inverse, goes to shared memory.
     """
@@ -196,6 +198,10 @@ def invert_blocks() -> str:
         "and.b32 g, g, 7;",
         "shl.b32 t, i, 1;",
         "and.b32 t, t, 6;",
+        "add.u32 q, t, 1;",
+        "setp.ge.u32 below0, g, q;",
+        "add.u32 q, t, 2;",
+        "setp.ge.u32 below1, g, q;",
         "xor.b32 q, g, t;",
         "setp.eq.u32 is0, q, 0;",
         "setp.eq.u32 is1, q, 1;",
@@ -223,6 +229,8 @@ def invert_blocks() -> str:
             emit(f"mov.f32 u, {at(column, half, e)};")
             emit(*(f"selp.f32 u, {at(2 * w + column, half, e)}, u, own{w};" for w in (1, 2, 3)))
             emit(f"neg.f32 n{b}_{e}, u;")
+            if b != 2:
+                emit(f"selp.f32 n{b}_{e}, n{b}_{e}, zero, below{e};")
         rounded(f"s{b}", f"n{b}_0", f"n{b}_1")
         transposed(f"s{b}", f"s{b}")
     for b in (0, 3):

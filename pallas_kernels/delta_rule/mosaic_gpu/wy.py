@@ -17,15 +17,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels.common.decay import MIN_LOG_DECAY
 from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.common.mosaic_gpu import (
-    BAND,
     awaited,
-    column_numbers,
     fence_smem,
     load_column,
     multiply,
     number_buffer,
-    row_numbers,
-    spread_columns,
     spread_rows,
     store,
     wait_for_stores,
@@ -34,7 +30,7 @@ from pallas_kernels.common.mosaic_gpu import (
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import diagonal
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import run_rows, tokens, weigh_pairs
-from pallas_kernels.delta_rule.mosaic_gpu.prefix_sum import sums_by_warp
+from pallas_kernels.delta_rule.mosaic_gpu.prefix_sum import prefix_sums
 from pallas_kernels.delta_rule.mosaic_gpu.wy_tile_scheduler import (
     WYTileScheduler,
     call,
@@ -52,7 +48,6 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
     """One warpgroup's chunks."""
     p = scheduler.kernel_shape
     has_decay = r.log_decay is not None
-    with_diagonal = r.scores is not None or r.growth is not None  # what is inverted is below it
 
     def line(m, name):
         i = _LINES.index(name)
@@ -65,21 +60,15 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
         """Adds up the log decay to each token, multiples of 1/16 and the rest apart, and stores both."""
         step = jnp.maximum(scheduler.gate(tiles, "log_decay", m), MIN_LOG_DECAY)
         coarse = (step * 16.0).astype(jnp.int32).astype(jnp.float32) * 0.0625
-        sums = {"coarse": sums_by_warp(coarse), "fine": sums_by_warp(step - coarse)}
-        for name, x in sums.items():
-            line(m, f"{name}_in_warp")[...] = x
-        fence_smem()
-        rows = row_numbers(m)
-        for i, (name, x) in enumerate(sums.items()):
-            for last in range(BAND - 1, CHUNK - 1, BAND):  # of each warp but the last
-                x = x + jnp.where(rows > last, memory.lines[scheduler.own(m), 0, i * CHUNK + last], 0.0)
+        sums = prefix_sums(m, [coarse, step - coarse], memory.lines.at[scheduler.own(m), 0])
+        for name, x in zip(("coarse", "fine"), sums):
             line(m, name)[...] = x
         fence_smem()
 
     def weigh(m, *pairs):
         run = tiles.rows.at[scheduler.own(m), scheduler.rows.index("run")] if "run" in scheduler.rows else None
         sums = [line(m, name) for name in ("coarse", "fine")] if has_decay else None
-        return weigh_pairs(m, sums, run, *pairs, with_diagonal=with_diagonal)
+        return weigh_pairs(m, sums, run, *pairs)
 
     def find_rows(m, erase):
         """Stores the factors on what reads and on what is written, and the chunk's."""
@@ -142,8 +131,6 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
             if getattr(r, name) is not None:
                 store(line(m, name), getattr(r, name).at[b, h, tokens(n)])
         store_growth(r, scheduler, m, diagonal(erased, m), memory.lines.at[scheduler.own(m), 0])
-        if with_diagonal:
-            erased = jnp.where(spread_rows(row_numbers(m)) > spread_columns(column_numbers()), erased, 0.0)
         store_inverse(r, memory, scheduler, m, erased)
         return _
 

@@ -194,7 +194,7 @@ def store_growth(r: Any, scheduler: WYTileScheduler, m: Any, own: Array, line: A
 
 
 def store_inverse(r: Any, memory: Any, scheduler: WYTileScheduler, m: Any, lower: Array) -> None:
-    """Stores A for the pairs that are inverted, `[C, C]`, zero on and above the diagonal, by way of `pair_buffers`."""
+    """Stores A for the pairs that are inverted, `[C, C]`, below the diagonal, by way of `pair_buffers`."""
     b, n, h = scheduler.at(m)
     parts, pairs = memory.parts.at[scheduler.own(m)], memory.pairs.at[scheduler.own(m)]
     inverse = unit_lower_inverse(lower, row_numbers(m), parts.at[0], parts.at[1])

@@ -138,6 +138,29 @@ def test_stages_equal_those_in_triton(name, capsys):
     assert "RACE" not in "".join(capsys.readouterr())
 
 
+WHOLE = {
+    "one_gate": Case((1, 300, 1, 2, *SIZES), write=SHARED),
+    "one_gate_delta_rule": Case((1, 130, 1, 1, *SIZES), decay=NO, write=SHARED),
+    "scalar_decay": Case((2, 100, 1, 1, *SIZES)),
+    "no_gates_no_state": Case((1, 130, 1, 1, *SIZES), decay=NO, erase=NO, write=NO, initial_state=False),
+    "strong_decay": Case((1, 130, 1, 1, *SIZES), shift=-12.0, initial_state=False),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(WHOLE, ("one_gate", "no_gates_no_state")))
+def test_the_whole_forward_in_one_kernel(name, monkeypatch, capsys):
+    """Without a gradient, beside Triton's stages; nothing else of the backend runs."""
+    mosaic_interpreter.install()
+    monkeypatch.setattr(mosaic_stages, "wy_factors", None)
+    case = dataclasses.replace(WHOLE[name], dtype=jnp.bfloat16)
+    arrays, _ = make_inputs(case)
+    expected = call_operator(operators, case, arrays, config=DeltaRuleConfig())
+    found = call_operator(operators, case, arrays, config=schedule_of(case, 2))
+    for x, y in zip(found, expected, strict=True):
+        assert relative_error(x, y) < (2e-3 if case.decay == NO else 1e-3)
+    assert "RACE" not in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize(
     ("decay", "gate"),
     [(SCALAR, SCALAR), pytest.param(CHANNEL, SCALAR, marks=pytest.mark.slow), (CHANNEL, CHANNEL)],
@@ -302,7 +325,8 @@ def test_warpgroups_ask_for_no_more_registers_than_their_program_starts_with():
     """What is asked for beyond these is waited for, for ever; no interpreter shows it."""
     programs = [[attention_bwd._REGISTERS[0]] * 2 + [attention_bwd._REGISTERS[1]] * 2]
     programs.append([bwd_tile_scheduler._REGISTERS[0]] * 2 + [bwd_tile_scheduler._REGISTERS[1]])
-    for table in (pipeline._REGISTERS, pipeline._REGISTERS_WITH_SCORES, wy_tile_scheduler._REGISTERS):
+    passes = pipeline._REGISTERS, pipeline._REGISTERS_WITH_SCORES, pipeline.REGISTERS_WITH_FACTORS
+    for table in (*passes, wy_tile_scheduler._REGISTERS):
         programs += [[computing] * n + others for n, (computing, *others) in table.items()]
     for program in programs:
         at_start = min(65536 // (128 * len(program)), 255) // 8 * 8  # of a thread, as the assembler gives them
@@ -319,8 +343,13 @@ def test_a_program_has_more_channels_where_heads_fill_the_card():
     # Both stages agree on where the queries' scores are found.
     assert many.output.mosaic == MosaicConfig(2, 3, scores_in_output=True)
     assert many.prepare.mosaic == MosaicConfig(3, num_stages=1, scores_in_output=True)
-    split = mosaic_config(DeltaRuleConfig(num_splits=2), 256, 132).output.mosaic
-    assert split == MosaicConfig(2, 3, scores_in_output=True)
+    split = mosaic_config(DeltaRuleConfig(num_splits=2), 256, 132)
+    assert split.output.mosaic == MosaicConfig(2, 3, scores_in_output=True)
+    # One kernel is the whole forward where nothing else takes the first stage's results.
+    assert many.forward.mosaic == many.output.mosaic
+    others: Any = {"has_documents": True}, {"has_write_key": True}, {"has_channel_decay": True}
+    without = few, split, *(mosaic_config(DeltaRuleConfig(), 256, 132, **facts) for facts in others)
+    assert all(config.forward.mosaic is None for config in without)
     # Its tiles of two blocks of values would take more shared memory than there is.
     assert mosaic_config(DeltaRuleConfig(), 256, 132, has_channel_decay=True).reverse.mosaic == MosaicConfig(1, 2)
     # Without the values there is room.
