@@ -275,11 +275,15 @@ def _train(arguments: TrainArguments, programs: Path | None) -> int:
             trainer = Trainer(
                 arguments.train,
                 tokenizer=tokenizer,
+                read_data=False,
                 initial=None if initial is None else initial.model,
                 origin=None if arguments.init is None else split_step(arguments.init)[0],
                 chat=chat,
                 programs=programs,
             )
+            if jax.default_backend() == "gpu":  # on CPUs an error of the data would wait for XLA, which takes longer
+                trainer.begin_compiling()
+            trainer.read_data()
         if arguments.run is None:
             folder = _next_folder()  # again: a run that was started beside this one may have taken it
         trainer.open(folder, resume=arguments.resume)

@@ -1,5 +1,6 @@
 """Loggers: hooks that write every number of a run somewhere. `metrics.csv` and `validation.csv` are always written."""
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -71,14 +72,18 @@ class CsvLogger(Logger):
 
 
 def check_loggers(config: TrainConfig) -> None:
-    """Imports what the loggers of a config need.
+    """Looks for what the loggers of a config need.
+
+    tensorboardX is not imported: where PyTorch is installed it imports that, too, which takes seconds. `open_loggers`
+    does so, while XLA compiles.
 
     Raises:
         MissingExtraError: A package of one is not installed.
     """
     if config.logging.tensorboard:
         with from_extra("train", "logging.tensorboard=True"):
-            import tensorboardX  # noqa: F401
+            if importlib.util.find_spec("tensorboardX") is None:
+                raise ModuleNotFoundError(name="tensorboardX")
     if config.logging.wandb is not None:
         with from_extra("wandb", f"logging.wandb={config.logging.wandb}"):
             import wandb  # noqa: F401

@@ -224,6 +224,10 @@ class Trainer:
         """Whether what is done after every so many steps, and after the last one, is due now."""
         return self._step % every == 0 or self._step == self.config.steps
 
+    def begin_compiling(self) -> None:
+        """Has the training step compiled in other threads, beside what follows; `open` begins it where nothing has."""
+        self._steps.begin_compiling()
+
     def compile(self) -> None:
         """Compiles both steps now and not when each is first used; on several devices it does nothing."""
         self._steps.compile()

@@ -18,6 +18,7 @@ import pytest
 import tokenizers
 
 from rnnlib import inference
+from rnnlib.cli import train
 from rnnlib.cli.generate import print_continuation
 from rnnlib.cli.main import main
 from rnnlib.data import FileTokenizer
@@ -85,6 +86,27 @@ def test_flags_override_the_config_file(trained, tiny_config):
     )
 
 
+@pytest.mark.parametrize(("backend", "expected"), [("gpu", ["begin_compiling", "read_data"]), ("cpu", ["read_data"])])
+def test_on_a_gpu_data_is_read_while_xla_compiles(backend, expected, monkeypatch, tmp_path):
+    calls = []
+
+    class Recorded:
+        def __init__(self, *_, read_data, **__):
+            assert not read_data
+
+        def begin_compiling(self):
+            calls.append("begin_compiling")
+
+        def read_data(self):
+            calls.append("read_data")
+            raise ValueError("no more is asked for")
+
+    monkeypatch.setattr(train, "Trainer", Recorded)
+    monkeypatch.setattr(train.jax, "default_backend", lambda: backend)
+    assert main(["train", "--run", str(tmp_path / "run")]) == 2
+    assert calls == expected
+
+
 def test_eval(trained, capsys, tmp_path):
     folder, _ = trained
     assert main(["eval", str(folder), "--json", "--batches", "2"]) == 0
@@ -147,6 +169,7 @@ def test_an_interrupt_that_a_callback_swallows(monkeypatch, tmp_path, capsys):
     def swallow(*arguments, **options):
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+        return SimpleNamespace(begin_compiling=lambda: None, read_data=lambda: None)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rnnlib.cli.train.Trainer", swallow)

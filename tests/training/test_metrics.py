@@ -12,7 +12,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from rnnlib.extras import MissingExtraError
 from rnnlib.training import Evaluation, ProgressReporter, StepReport, Trainer, plot_losses, read_csv
-from rnnlib.training.loggers import CsvLogger
+from rnnlib.training.loggers import CsvLogger, check_loggers
 from rnnlib.training.metrics import TRAIN_FIELDS, VALIDATION_FIELDS
 from rnnlib.training.tensorboard import TensorBoardLogger
 
@@ -45,6 +45,13 @@ class RunLog:
     def close(self):
         for logger in self.loggers:
             logger.close()
+
+
+def test_tensorboardx_is_not_imported_to_look_for_it(tiny_config, monkeypatch):
+    monkeypatch.delitem(sys.modules, "tensorboardX")
+    assert tiny_config.logging.tensorboard
+    check_loggers(tiny_config)
+    assert "tensorboardX" not in sys.modules
 
 
 def test_loggers_without_their_package_are_one_line_and_leave_nothing(tmp_path, tiny_config, monkeypatch):

@@ -123,6 +123,12 @@ def test_data_can_be_read_after_compiling(tmp_path, tiny_config):
     trainer.open(tmp_path / "later")
     later = trainer.run()
     assert later.step == 2 and later.evaluation is not None
+    trainer = Trainer(config, read_data=False)
+    trainer.begin_compiling()
+    begun = trainer._steps._compiling
+    trainer.open(tmp_path / "begun")
+    assert begun is not None and trainer._steps._compiling is begun
+    assert trainer.run().evaluation == later.evaluation
     missing = dataclasses.replace(config, data=dataclasses.replace(config.data, source="text", paths=("no-such-file",)))
     trainer = Trainer(missing, read_data=False)
     with pytest.raises(ValueError, match="no-such-file"):
