@@ -5,18 +5,17 @@ With `G_r` the inclusive cumulative log decay, one number a token, output and gr
 `pallas_kernels.triton.linear_attention.sums`.
 
 A program has 64 or 128 value channels of one head and goes over the chunks of one part of a sequence. Each warpgroup
-that computes keeps 64 rows of the transposed state, `[64, A]`, in registers, and finds the pairs of the chunk for
-itself: they go through shared memory, since the product with them takes them from there. With C tokens of a chunk,
-A channels of readers and keys and D of values, a chunk takes
+that computes keeps 64 rows of the transposed state, `[64, A]`, in registers. One more finds the pairs of the chunks to
+come, which go through shared memory, since the product with them takes them from there. With C tokens of a chunk and A
+channels of readers and keys, a chunk takes
 
-    pairs = weight * (reader key^T)                  [C, C], bfloat16 through shared memory
-    out^T = reads * (state^T reader^T) + value^T pairs^T        [64, C]
-    state^T = kept * state^T + (writes * value^T) key           [64, A]
+    pairs = weight * (reader key^T)                             [C, C], bfloat16, once a program
+    out^T = reads * (state^T reader^T) + value^T pairs^T        [64, C], each warpgroup that computes
+    state^T = kept * state^T + (writes * value^T) key           [64, A], likewise
 
-`2 C (C A + C 64 + 2 * 64 A)` operations a warpgroup, and reads reader, key and value once.
+`2 C C A` operations and `2 C (C 64 + 2 * 64 A)` for each 64 value channels, and reads reader, key and value once.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +27,9 @@ from pallas_kernels.common.kernel_shape import CHUNK, KernelShape, cdiv
 from pallas_kernels.common.mosaic_gpu import (
     SIDE,
     added,
+    arrive,
     awaited,
+    barrier,
     column_numbers,
     column_sums,
     fence_smem,
@@ -48,6 +49,7 @@ from pallas_kernels.common.mosaic_gpu import (
     store,
     store_across,
     sum_buffer,
+    wait,
     wait_for_stores,
     with_accumulators,
 )
@@ -57,6 +59,8 @@ from pallas_kernels.linear_attention.mosaic_gpu.decay import Factors
 
 STATES_EVERY = 4
 """Chunks from one stored state to the next."""
+_REGISTERS = {1: (240, 24, 160), 2: (184, 24, 120)}
+"""Of a thread in warpgroups that compute, that copies and that finds pairs, by the number of those that compute."""
 
 
 class Places(NamedTuple):
@@ -97,16 +101,18 @@ class Wanted(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Results of one sum; None where not wanted. D is the number of value channels, J of blocks of 64 of them.
+    """Results of one sum; None where not wanted.
+
+    D is the number of value channels, J of blocks of 64 of them, P of programs' blocks.
 
     Attributes:
-        out: `[B, T, HV, D]`.
+        out: `[B, T, HV, D]` bfloat16.
         end: what all tokens add up to, `[B, HV, A, D]` float32.
-        pairs_read: `Wanted.pairs` by the token that reads, `[J, B, HV, T]` float32, to be added up over J.
+        pairs_read: `Wanted.pairs` by the token that reads, `[P, B, HV, T]` float32, to be added up over P.
         pairs_written: the same by the token that is read.
-        far: see `Wanted`, likewise.
+        far: see `Wanted`, `[J, B, HV, T]` float32, to be added up over J.
         total: likewise.
-        diagonal: likewise, by the token that reads.
+        diagonal: as `pairs_read`.
         states: transposed, `[B, HV, N / 4, D, A]` float32.
         crossed: `[J, B, HV, N / 4, 64]` float32, to be added up.
     """
@@ -202,79 +208,50 @@ def _sums_kernel(
     is_turned: bool,
 ):
     first, count = chunks
-    is_wide = r.out.dtype == jnp.float32
-
-    def put_sums(name, n, x):
-        getattr(r, name)[place.part, place.batch, place.head, tokens(n)] = x
 
     def sum_channels(name, n, x):
         """Stores the sums over this warpgroup's channels, one for each token."""
-        put_sums(name, n, column_sums(x, buffers.sums.at[place.group]))
-
-    def product(left, right, total):
-        multiply(total, left, right)
-        return awaited(total)
+        sums = column_sums(x, buffers.sums.at[place.group])
+        getattr(r, name)[place.part, place.batch, place.head, tokens(n)] = sums
 
     def step(m, state):
         n = first + (count - 1 - m if is_reverse else m)
         slot = pipeline.wait(m)
         left = state.astype(jnp.bfloat16)
-        pairs = buffers.pairs.at[place.group]
         value = tiles.value.at[slot, :, place.own]
 
-        def body(scores, far):
-            multiply(scores, tiles.reader.at[slot], tiles.key.at[slot].T)
+        def body(far):
             multiply(far, left, tiles.reader.at[slot].T)
-            weighed = _weights(tiles, slot, m, lines, is_reverse, kernel_shape.scale) * awaited(scores, running=1)
-            diagonal, by_reader = lines.of(tiles, slot, "diagonal"), weighed
-            if diagonal is not None:
-                own = spread_columns(load_row(diagonal)) if is_reverse else spread_rows(load_column(diagonal))
-                by_reader = jnp.where(_is_own(m, lines), own * weighed, weighed)
-            pairs[...] = by_reader.astype(jnp.bfloat16)
+            writes = lines.row(tiles, slot, "writes")
+            written = left_value = load_matrix(value.T)
+            if writes is not None:
+                written = scale_columns(left_value.astype(jnp.float32), writes).astype(jnp.bfloat16)
             found, reads = awaited(far), lines.row(tiles, slot, "reads")
             if reads is None:
-                return found * kernel_shape.scale, weighed
-            return scale_columns(found, kernel_shape.scale * reads), weighed
+                return left_value, written, found * kernel_shape.scale
+            return left_value, written, scale_columns(found, kernel_shape.scale * reads)
 
-        far, weighed = with_accumulators(body, CHUNK, CHUNK)
-        fence_smem()
+        left_value, written, far = with_accumulators(body, CHUNK)
         if wanted.far:
             sum_channels("far", n, far * load_turned(tiles.other.at[slot, :, place.own]))
-        if wanted.pairs or wanted.diagonal:
-            products = with_accumulators(functools.partial(product, tiles.other.at[slot, :, place.own], value.T), CHUNK)
-            by_pair, is_own = weighed * products, _is_own(m, lines)
-            if wanted.diagonal:
-                put_sums("diagonal", n, jnp.sum(jnp.where(is_own, by_pair, 0.0), axis=1))
-            if wanted.pairs:
-                by_pair = jnp.where(is_own, 0.0, by_pair)
-                sum_channels("pairs_written", n, by_pair)
-                put_sums("pairs_read", n, jnp.sum(by_pair, axis=1))
         if wanted.states or wanted.crossed:
             keep_or_cross(n, state)
-        writes = lines.row(tiles, slot, "writes")
-        written = left_value = load_matrix(value.T)
-        if writes is not None:
-            written = scale_columns(left_value.astype(jnp.float32), writes).astype(jnp.bfloat16)
         after = state if r.kept is None else state * r.kept[place.batch, place.head, n]
 
         def add(out, state):
-            multiply(out, left_value, pairs.T)
             multiply(state, written, tiles.key.at[slot])
+            wait(buffers.scored.at[slot])
+            multiply(out, left_value, buffers.pairs.at[slot].T)
             wait_for_stores()
 
         out, state = added(add, far, after)
         if wanted.total:
             sum_channels("total", n, out * load_turned(tiles.other.at[slot, :, place.own]))
         out = scale_columns(out, lines.row(tiles, slot, "rest"))
-        target = r.out.at[place.batch, tokens(n), place.head, place.channels]
-        if is_wide:
-            store_across(target, out)
-        else:
-            buffers.out.at[place.group].T[...] = out.astype(jnp.bfloat16)
+        buffers.out.at[place.group].T[...] = out.astype(jnp.bfloat16)
         fence_smem()
         pipeline.release(slot)
-        if not is_wide:
-            store(buffers.out.at[place.group], target)
+        store(buffers.out.at[place.group], r.out.at[place.batch, tokens(n), place.head, place.channels])
         return state
 
     def keep_or_cross(n, state):
@@ -302,6 +279,58 @@ def _sums_kernel(
             store_across(r.end.at[place.batch, place.head, :, place.channels], state)
 
     wait_for_stores(only_read=False)
+
+
+def _find_pairs(
+    r,
+    tiles,
+    buffers,
+    pipeline,
+    place,
+    chunks,
+    *,
+    kernel_shape: KernelShape,
+    lines: Lines,
+    wanted: Wanted,
+    is_reverse: bool,
+    is_turned: bool,
+):
+    """Each chunk's pairs, ahead of the warpgroups that multiply with them; a slot's are free when its tiles are."""
+    del is_turned
+    first, count = chunks
+
+    def step(m, carry):
+        n = first + (count - 1 - m if is_reverse else m)
+        slot = pipeline.wait(m)
+
+        def product(total):
+            multiply(total, tiles.other.at[slot], tiles.value.at[slot].T)
+            return awaited(total)
+
+        def body(scores):
+            multiply(scores, tiles.reader.at[slot], tiles.key.at[slot].T)
+            return _weights(tiles, slot, m, lines, is_reverse, kernel_shape.scale) * awaited(scores)
+
+        weighed = with_accumulators(body, CHUNK)
+        diagonal, by_reader = lines.of(tiles, slot, "diagonal"), weighed
+        if diagonal is not None:
+            own = spread_columns(load_row(diagonal)) if is_reverse else spread_rows(load_column(diagonal))
+            by_reader = jnp.where(_is_own(m, lines), own * weighed, weighed)
+        buffers.pairs[slot] = by_reader.astype(jnp.bfloat16)
+        if wanted.pairs or wanted.diagonal:
+            at = place.block, place.batch, place.head, tokens(n)
+            by_pair, is_own = weighed * with_accumulators(product, CHUNK), _is_own(m, lines)
+            if wanted.diagonal:
+                r.diagonal[at] = jnp.sum(jnp.where(is_own, by_pair, 0.0), axis=1)
+            if wanted.pairs:
+                by_pair = jnp.where(is_own, 0.0, by_pair)
+                r.pairs_written[at] = column_sums(by_pair, buffers.sums.at[place.num_compute_warpgroups])
+                r.pairs_read[at] = jnp.sum(by_pair, axis=1)
+        fence_smem()
+        arrive(buffers.scored.at[slot])
+        return carry
+
+    lax.fori_loop(0, count, step, jnp.int32(0))
 
 
 def chunk_tiles(
@@ -351,7 +380,6 @@ def sums(
     *,
     reverse: bool = False,
     is_turned: bool = False,
-    dtype: Any = jnp.bfloat16,
     wanted: Wanted = Wanted(),  # noqa: B008
     other: Array | None = None,
     states: Array | None = None,
@@ -369,7 +397,6 @@ def sums(
             zero.
         reverse: over later tokens; else over earlier ones.
         is_turned: whether `split_states` is `[B, HV, P, A, D]`.
-        dtype: of the result: bfloat16 or, where those of several heads are still to be added up, float32.
         wanted: what is left beside it.
         other: `[B, T, heads, D]`, see `Wanted`.
         states: `Sums.states` of another sum, for `Wanted.crossed`.
@@ -381,15 +408,18 @@ def sums(
     lines = (0, len(factors.names)) if factors.names else None
     tiles = chunk_tiles(p, places, lines, num_compute_warpgroups)
     blocks, some = p.value_size // SIDE, cdiv(p.chunks, STATES_EVERY)
-    products = jax.ShapeDtypeStruct((blocks, p.batch, p.value_heads, p.length), jnp.float32)
+    products, of_pairs = (
+        jax.ShapeDtypeStruct((n, p.batch, p.value_heads, p.length), jnp.float32)
+        for n in (blocks, blocks // num_compute_warpgroups)
+    )
     outputs = {
-        "out": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), dtype),
+        "out": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), jnp.bfloat16),
         "end": p.per_head(p.key_size, p.value_size, dtype=jnp.float32) if wanted.end else None,
-        "pairs_read": products if wanted.pairs else None,
-        "pairs_written": products if wanted.pairs else None,
+        "pairs_read": of_pairs if wanted.pairs else None,
+        "pairs_written": of_pairs if wanted.pairs else None,
         "far": products if wanted.far else None,
         "total": products if wanted.total else None,
-        "diagonal": products if wanted.diagonal else None,
+        "diagonal": of_pairs if wanted.diagonal else None,
         "states": p.per_head(some, p.value_size, p.key_size, dtype=jnp.float32) if wanted.states else None,
         "crossed": None,
     }
@@ -397,11 +427,12 @@ def sums(
         outputs["crossed"] = jax.ShapeDtypeStruct((blocks, p.batch, p.value_heads, some, SIDE), jnp.float32)
     buffers = {
         "out": matrix_buffer(num_compute_warpgroups, CHUNK, SIDE),
-        "pairs": matrix_buffer(num_compute_warpgroups, CHUNK, CHUNK),
+        "pairs": matrix_buffer(num_stages, CHUNK, CHUNK),
+        "scored": barrier(1, num_stages),
     }
     if other is not None:
         tiles["other"] = _block_tile(p, "other", other, num_compute_warpgroups)
-        buffers["sums"] = sum_buffer(num_compute_warpgroups)
+        buffers["sums"] = sum_buffer(num_compute_warpgroups + 1)
     results = call(
         _sums_kernel,
         "linear_sums",
@@ -420,6 +451,8 @@ def sums(
         num_compute_warpgroups=num_compute_warpgroups,
         num_stages=num_stages,
         reverse=reverse,
+        scores=_find_pairs,
+        registers=_REGISTERS,
         is_reverse=reverse,
         is_turned=is_turned and split_states is not None,
         lines=Lines(factors.names, diagonal_size),

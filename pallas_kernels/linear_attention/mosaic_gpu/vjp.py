@@ -17,7 +17,7 @@ from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.vma import batch_alike
 from pallas_kernels.delta_rule.inputs import Inputs, kernel_shape_of
 from pallas_kernels.delta_rule.tuned_configs import load_table
-from pallas_kernels.linear_attention.gradients import dtype_of_parts, of_key_heads, with_divisible_gate
+from pallas_kernels.linear_attention.gradients import of_key_heads, with_divisible_gate
 from pallas_kernels.linear_attention.mosaic_gpu.decay import (
     Factors,
     by_chunk,
@@ -82,17 +82,14 @@ def _groups(kernel_shape: KernelShape, options: Options) -> int:
 
 
 def _launch(kernel_shape: KernelShape, options: Options, *, with_other: bool = False) -> dict[str, Any]:
-    num_compute_warpgroups = _groups(kernel_shape, options)
-    slot = (
-        2 * CHUNK * (2 * kernel_shape.key_size + SIDE * num_compute_warpgroups * (2 if with_other else 1))
-        + 4 * CHUNK * 7
-    )
-    free = _SHARED_MEMORY - num_compute_warpgroups * 2 * (2 * CHUNK * SIDE) - num_compute_warpgroups * 2048
-    stages = max(1, min(4, free // slot))
+    groups = _groups(kernel_shape, options)
+    matrices = 2 * kernel_shape.key_size + SIDE * groups * (2 if with_other else 1) + CHUNK
+    slot = 2 * CHUNK * matrices + 4 * CHUNK * 7
+    free = _SHARED_MEMORY - groups * 2 * CHUNK * SIDE - (groups + 1) * 2048
     return {
         "diagonal_size": options.diagonal_size,
-        "num_compute_warpgroups": num_compute_warpgroups,
-        "num_stages": stages,
+        "num_compute_warpgroups": groups,
+        "num_stages": max(1, min(4, free // slot)),
     }
 
 
@@ -166,7 +163,6 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         ahead,
         split_states,
         is_turned=True,
-        dtype=dtype_of_parts(x.q, x),
         wanted=Wanted(pairs=by_pairs, far=by_pairs, diagonal=has_diagonal, states=has_decay),
         other=x.q if has_other else None,
         **of_keys(),
@@ -177,7 +173,6 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         back,
         ends,
         reverse=True,
-        dtype=dtype_of_parts(x.k, x),
         wanted=Wanted(far=by_pairs, crossed=has_decay),
         other=x.k if by_pairs else None,
         states=d_q.states,

@@ -25,6 +25,7 @@ from pallas_kernels.delta_rule.mosaic_gpu import stages as mosaic_stages
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import DIGIT_COLUMNS, refined, rounded_and_digits
 from pallas_kernels.delta_rule.triton.split_sequence import split_transitions
 from pallas_kernels.delta_rule.triton.wy import wy_factors
+from pallas_kernels.linear_attention.mosaic_gpu import sums as linear_sums
 from rnnlib import ops
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import (
@@ -326,11 +327,13 @@ def test_warpgroups_ask_for_no_more_registers_than_their_program_starts_with():
     programs = [[attention_bwd._REGISTERS[0]] * 2 + [attention_bwd._REGISTERS[1]] * 2]
     programs.append([bwd_tile_scheduler._REGISTERS[0]] * 2 + [bwd_tile_scheduler._REGISTERS[1]])
     passes = pipeline._REGISTERS, pipeline._REGISTERS_WITH_SCORES, pipeline.REGISTERS_WITH_FACTORS
-    for table in (*passes, wy_tile_scheduler._REGISTERS):
+    for table in (*passes, wy_tile_scheduler._REGISTERS, linear_sums._REGISTERS):
         programs += [[computing] * n + others for n, (computing, *others) in table.items()]
     for program in programs:
         at_start = min(65536 // (128 * len(program)), 255) // 8 * 8  # of a thread, as the assembler gives them
         assert sum(program) <= at_start * len(program) and all(count % 8 == 0 for count in program)
+        # The first compute, and ask for more; the others give back: to come down to more is an illegal instruction.
+        assert all(count <= at_start for count in program if count != program[0])
 
 
 def test_a_program_has_more_channels_where_heads_fill_the_card():
