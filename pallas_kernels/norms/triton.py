@@ -1,10 +1,13 @@
 """Kernels of the RMS norm: a program goes over some rows, a few at a time.
 
-r = 1 / sqrt(mean x^2 + eps)      y = scale x r a,  a = act(z + bias) or 1
-dx = r (h - x r mean(h x r)) + what else reaches x,  h = dy scale a
-d scale = sum_n dy a x r          dz = dy scale x r act'(z + bias)      d bias_h = sum_n dz,  n mod H = h
+t = x + skip v or x      a = act(z + bias) or 1      r = 1 / sqrt(mean u^2 + eps)
+gate behind the norm:    u = t      y = scale u r a      h = dy scale a      dz = dy scale u r act'(z + bias)
+gate before the norm:    u = t a    y = scale u r        h = dy scale        dz = du t act'(z + bias)
+du = r (h - u r mean(h u r))        dt = du or du a      dx = dt + what else reaches x      dv = dt skip
+d scale = sum_n dy u r (a or 1)     d bias = sum_n dz    d skip = sum_n dt v;  each over its head's rows, n mod H = h
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +30,8 @@ class Cut:
         blocks: of a program.
         eps: added to the mean square.
         activation: of the gate; None where there is none.
-        heads: H, of which the gates have a bias each, in turn; a divisor of `block`.
+        gate_first: whether the gate stands before the norm.
+        ahead: whether a block is loaded while the one before it is worked on.
         parts: S, arrays that are added to the rows before they are normalised; 0 where there are none.
     """
 
@@ -38,7 +42,8 @@ class Cut:
     blocks: int
     eps: float
     activation: str | None
-    heads: int
+    gate_first: bool = False
+    ahead: bool = False
     parts: int = 0
 
 
@@ -50,28 +55,6 @@ def _gate(z: Array, activation: str | None) -> tuple[Array, Array]:
     return z * s, s * (1.0 + z * (1.0 - s))
 
 
-def _blocks(cut: Cut, body: Any, state: Any) -> Any:
-    """`state = body(index, mask, state)` for all blocks of rows of a program."""
-    (row, column), columns = _of_block(cut)
-    first = pl.program_id(0) * (cut.blocks * cut.block)
-
-    def step(i, state):
-        rows = first + i * cut.block + row
-        mask = columns
-        if cut.rows % (cut.block * cut.blocks):
-            mask = rows < cut.rows if mask is None else mask & (rows < cut.rows)
-        return body((rows, column), mask, state)
-
-    return lax.fori_loop(0, cut.blocks, step, state)
-
-
-def _scale(r, cut: Cut) -> Array:
-    """`[1, columns]`."""
-    column = iota((1, cut.columns), 1)
-    mask = None if cut.columns == cut.features else column < cut.features
-    return load_masked(r.scale, (column,), mask).astype(jnp.float32)
-
-
 def _of_block(cut: Cut) -> tuple[tuple[Array, Array], Array | None]:
     """Index of a block of rows `[block, columns]`, and which of its columns exist; None where all do."""
     shape = (cut.block, cut.columns)
@@ -79,17 +62,49 @@ def _of_block(cut: Cut) -> tuple[tuple[Array, Array], Array | None]:
     return (row, column), None if cut.columns == cut.features else column < cut.features
 
 
-def _bias(r, cut: Cut) -> Array | None:
-    """The gates' bias of a block's rows, the same for every block: one has whole cycles of heads."""
-    if r.bias is None:
+def _block_at(cut: Cut) -> Callable[[Any], tuple[tuple[Array, Array], Array | None]]:
+    """From the number of a program's block to its index, and which of it exists; None where all does."""
+    (row, column), columns = _of_block(cut)
+    first = pl.program_id(0) * (cut.blocks * cut.block)
+
+    def at(i):
+        rows, mask = first + i * cut.block + row, columns
+        if cut.rows % (cut.block * cut.blocks):
+            mask = rows < cut.rows if mask is None else mask & (rows < cut.rows)
+        return (rows, column), mask
+
+    return at
+
+
+def _over_blocks(cut: Cut, load: Callable[[Any], Any], body: Callable[[Any, Any, Any], Any], state: Any) -> Any:
+    """`state = body(i, load(i), state)` for all blocks of a program."""
+
+    def step(i, carry):
+        state, loaded = carry
+        following = load(lax.min(i + 1, cut.blocks - 1)) if cut.ahead else None
+        return body(i, loaded if cut.ahead else load(i), state), following
+
+    return lax.fori_loop(0, cut.blocks, step, (state, load(0) if cut.ahead else None))[0]
+
+
+def _of_heads(ref, cut: Cut) -> Any:
+    """What heads `[H, F]` have, for the rows of a block, which is of whole cycles of heads; one row if H is 1."""
+    if ref is None:
         return None
-    (row, column), mask = _of_block(cut)
-    return load_masked(r.bias, (row % cut.heads, column), mask).astype(jnp.float32)
+    heads = ref.shape[0]
+    row, column = (iota((cut.block if heads > 1 else 1, cut.columns), axis) for axis in (0, 1))
+    mask = None if cut.columns == cut.features else column < cut.features
+    return load_masked(ref, (row % heads, column), mask).astype(jnp.float32)
 
 
-def _gate_argument(r, index: tuple[Array, Array], mask: Array | None, bias: Array | None) -> Array:
-    z = load_masked(r.z, index, mask).astype(jnp.float32)
-    return z if bias is None else z + bias
+def _store_sums(ref, total: Array | None, cut: Cut) -> None:
+    """A program's sums over its blocks; for one head, over their rows too."""
+    if total is None:
+        return
+    if ref.shape[0] == 1:
+        total = jnp.sum(total, axis=0)[None]
+    row, column = (iota(total.shape, axis) for axis in (0, 1))
+    store_masked(ref, (row, column), total, None if cut.columns == cut.features else column < cut.features)
 
 
 def _normalised(cut: Cut, x: Array) -> tuple[Array, Array]:
@@ -98,9 +113,24 @@ def _normalised(cut: Cut, x: Array) -> tuple[Array, Array]:
     return x * inverse, inverse
 
 
-def _rows(r, index: tuple[Array, Array], mask: Array | None, cut: Cut) -> Array:
+def _loads(r, cut: Cut, *names: str) -> Callable[[Any], list[Any]]:
+    """From the number of a block to its rows of the references with these names, as they are in memory."""
+    at = _block_at(cut)
+
+    def load(i):
+        index, mask = at(i)
+        refs = [getattr(r, name) for name in names]
+        return [None if ref is None else load_masked(ref, index, mask) for ref in refs]
+
+    return load
+
+
+def _wide(loaded: list[Any]) -> list[Any]:
+    return [None if x is None else x.astype(jnp.float32) for x in loaded]
+
+
+def _sum_of_parts(r, index: tuple[Array, Array], mask: Array | None, cut: Cut, x: Array) -> Array:
     """Rows that are normalised, float32. Where they are a sum, it is stored, and they are what is stored."""
-    x = load_masked(r.x, index, mask).astype(jnp.float32)
     if not cut.parts:
         return x
     total = load_masked(r.parts, (0, *index), mask)
@@ -113,49 +143,69 @@ def _rows(r, index: tuple[Array, Array], mask: Array | None, cut: Cut) -> Array:
 
 def norm_kernel(r, *, cut: Cut):
     """The result, and of parts the sum."""
-    scale, bias = _scale(r, cut), _bias(r, cut)
+    scale, bias, skip = (_of_heads(ref, cut) for ref in (r.scale, r.bias, r.skip))
+    at = _block_at(cut)
 
-    def body(index, mask, state):
-        y = _normalised(cut, _rows(r, index, mask, cut))[0] * scale
-        if r.z is not None:
-            y = y * _gate(_gate_argument(r, index, mask, bias), cut.activation)[0]
+    def body(i, loaded, state):
+        index, mask = at(i)
+        x, v, z = _wide(loaded)
+        x, gate = _sum_of_parts(r, index, mask, cut, x), None
+        if v is not None:
+            x = x + skip * v
+        if z is not None:
+            gate = _gate(z if bias is None else z + bias, cut.activation)[0]
+        if gate is not None and cut.gate_first:
+            x = x * gate
+        y = _normalised(cut, x)[0] * scale
+        if gate is not None and not cut.gate_first:
+            y = y * gate
         store_masked(r.y, index, y, mask)
         return state
 
-    _blocks(cut, body, jnp.int32(0))
+    _over_blocks(cut, _loads(r, cut, "x", "v", "z"), body, jnp.int32(0))
 
 
 def reverse_norm_kernel(r, *, cut: Cut):
-    """Gradients in rows and gates, and a program's part of those in the scale and the gates' bias."""
-    scale, bias = _scale(r, cut), _bias(r, cut)
+    """Gradients in rows, and a program's part of those in what heads have: scale, the gates' bias and the skip."""
+    scale, bias, skip = (_of_heads(ref, cut) for ref in (r.scale, r.bias, r.skip))
+    at = _block_at(cut)
 
-    def body(index, mask, totals):
-        total, total_z = totals
-        x, d_y = (load_masked(ref, index, mask).astype(jnp.float32) for ref in (r.x, r.d_y))
-        # Loaded here and not where it is added: the sums over rows in between wait, and loads do not pass them.
-        d_kept = None if r.d_kept is None else load_masked(r.d_kept, index, mask).astype(jnp.float32)
-        argument = None if r.z is None else _gate_argument(r, index, mask, bias)
-        normalised, inverse = _normalised(cut, x)
-        if argument is not None:
-            gate, slope = _gate(argument, cut.activation)
+    def body(i, loaded, totals):
+        total, total_z, total_v = totals
+        x, d_y, d_kept, v, z = _wide(loaded)
+        index, mask = at(i)
+        gate: Any = None
+        slope: Any = None
+        if v is not None:
+            x = x + skip * v
+        if z is not None:
+            gate, slope = _gate(z if bias is None else z + bias, cut.activation)
+        before, behind = (gate if is_there else None for is_there in (cut.gate_first, not cut.gate_first))
+        normalised, inverse = _normalised(cut, x if before is None else x * before)
+        if behind is not None:
             d_z = d_y * scale * normalised * slope
             store_masked(r.d_z, index, d_z, mask)
             total_z = None if total_z is None else total_z + d_z
-            d_y = d_y * gate
+            d_y = d_y * behind
         d_normalised = d_y * scale
         along = (jnp.sum(d_normalised * normalised, axis=1) * (1.0 / cut.features))[:, None]
         d_x = inverse * (d_normalised - normalised * along)
+        if before is not None:
+            d_z = d_x * x * slope
+            store_masked(r.d_z, index, d_z, mask)
+            total_z = None if total_z is None else total_z + d_z
+            d_x = d_x * before
+        if v is not None:
+            total_v = total_v + d_x * v
         if d_kept is not None:
             d_x = d_x + d_kept
         store_masked(r.d_x, index, d_x, mask)
         # Rows are added up behind the loop: a sum in it would make warps wait for one another.
-        return total + d_y * normalised, total_z
+        return total + d_y * normalised, total_z, total_v
 
     zeros = jnp.zeros((cut.block, cut.columns), jnp.float32)
-    total, total_z = _blocks(cut, body, (zeros, None if bias is None else zeros))
-    if total_z is not None:
-        index, mask = _of_block(cut)
-        store_masked(r.d_bias, index, total_z, mask)
-    total = jnp.sum(total, axis=0)[None]
-    column = iota((1, cut.columns), 1)
-    store_masked(r.d_scale, (column,), total, None if cut.columns == cut.features else column < cut.features)
+    totals = (zeros, None if bias is None else zeros, None if skip is None else zeros)
+    # Loaded all at once: the sums over rows in between wait, and loads do not pass them.
+    totals = _over_blocks(cut, _loads(r, cut, "x", "d_y", "d_kept", "v", "z"), body, totals)
+    for ref, total in zip((r.d_scale, r.d_bias, r.d_skip), totals):
+        _store_sums(ref, total, cut)

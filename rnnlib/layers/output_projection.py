@@ -1,6 +1,7 @@
 """The output projection: from a recurrence's output to the mixer's, through skip, gate and norm."""
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -101,14 +102,9 @@ class OutputProjection(nnx.Module, ColumnReader):
         self, inputs: ProjectedInput, out: Float[Array, "B T HV V"], value: Float[Array, "B T HV V"]
     ) -> Float[Array, "B T F"]:
         """What the output projection reads, after skip, norm and gate; arguments as the call's."""
-        scale = self._scale_of_heads()
-        if scale is not None:
-            z, bias = self._gate_of_heads(inputs, out, scale)
-            if norm_kernel_supports(out, scale, z, bias, between_kernels=out.shape[1] == 1):
-                activation: Literal["silu", "sigmoid"] = "sigmoid" if self.config.gate == "sigmoid" else "silu"
-                options: dict[str, Any] = {"eps": self.config.eps, "dtype": self.shape.dtype}
-                y = rms_norm(out, scale, z=z, z_bias=bias, activation=activation, implementation="triton", **options)[0]
-                return y.reshape(*y.shape[:2], -1)
+        y = self._features_by_kernel(inputs, out, value)
+        if y is not None:
+            return y
         y = out.astype(self.shape.gate_dtype)
         if self.skip is not None:
             skip = self.skip[...].astype(y.dtype).reshape(self.shape.value_heads, -1)
@@ -124,30 +120,43 @@ class OutputProjection(nnx.Module, ColumnReader):
             y = y * gate
         return y.reshape(*y.shape[:2], -1).astype(self.shape.dtype)
 
-    def _scale_of_heads(self) -> Array | None:
-        """The scale of the norm, if it is per head, first of all, and followed by at most a gate; else None."""
-        config = self.config
-        if (
-            config.norm != "head"
-            or config.skip
-            or config.activation != "identity"
-            or (config.gate != "none" and (config.gate_first or config.gate_scale != 1))
-        ):
+    def _features_by_kernel(self, inputs: ProjectedInput, out: Array, value: Array) -> Array | None:
+        """`features` by the norm's kernel; None where it does not serve."""
+        config, norm = self.config, self.norm
+        gated, of_heads = config.gate != "none", config.norm == "head"
+        if norm is None or norm.scale is None or norm.tp_size > 1 or config.activation != "identity":
             return None
-        return None if self.norm is None or self.norm.scale is None else self.norm.scale[...]
-
-    def _gate_of_heads(self, inputs: ProjectedInput, out: Array, scale: Array) -> tuple[Array | None, Array | None]:
-        """The gate's argument `[B, T, HV, V]`, and a bias `[HV, V]` that the norm's kernel adds; None where none is."""
-        if self.config.gate == "none":
-            return None, None
-        z, bias = inputs.product_and_bias("output_gate")
-        z = z.astype(out.dtype).reshape(out.shape)
-        if bias is None:
-            return z, None
-        bias = bias.reshape(out.shape[2:])
-        if norm_kernel_supports(out, scale, z, bias, between_kernels=out.shape[1] == 1):
-            return z, bias
-        return z + bias.astype(z.dtype), None
+        if gated and config.gate_scale != 1:
+            return None
+        one_token = out.shape[1] == 1
+        if one_token and not (of_heads and not config.skip and not (gated and config.gate_first)):
+            return None
+        supports = functools.partial(norm_kernel_supports, between_kernels=one_token)
+        scale = norm.scale[...]
+        if not supports(out, scale):
+            return None
+        # Rows of one norm each, and for each of a token's rows what its heads have.
+        groups = self.shape.value_heads if of_heads else norm.groups
+        rows = (*out.shape[:2], groups, scale.size if of_heads else scale.size // groups)
+        if not of_heads:
+            scale = scale.reshape(rows[2:])
+        z = bias = v = skip = None
+        if self.skip is not None:
+            v = value.astype(out.dtype).reshape(rows)
+            skip = jnp.broadcast_to(self.skip[...].reshape(self.shape.value_heads, -1), out.shape[2:]).reshape(rows[2:])
+        if gated:
+            z, bias = inputs.product_and_bias("output_gate")
+            z, bias = z.astype(out.dtype).reshape(rows), None if bias is None else bias.reshape(rows[2:])
+        x = out.reshape(rows)
+        if z is not None and bias is not None and not supports(x, scale, z, bias, v, skip):
+            z, bias = z + bias.astype(z.dtype), None
+        if not supports(x, scale, z, bias, v, skip):
+            return None
+        activation: Literal["silu", "sigmoid"] = "sigmoid" if config.gate == "sigmoid" else "silu"
+        options: dict[str, Any] = {"activation": activation, "gate_first": config.gate_first, "eps": config.eps}
+        options |= {"dtype": self.shape.dtype, "implementation": "triton"}
+        y = rms_norm(x, scale, z=z, z_bias=bias, v=v, skip=skip, **options)[0]
+        return y.reshape(*y.shape[:2], -1)
 
     def _gate(self, inputs: ProjectedInput) -> Array | None:
         if self.config.gate == "none":

@@ -19,7 +19,14 @@ _LEAST = 1 << 20
 
 
 def norm_kernel_supports(
-    x: Array, scale: Array, z: Array | None = None, z_bias: Array | None = None, *, between_kernels: bool = False
+    x: Array,
+    scale: Array,
+    z: Array | None = None,
+    z_bias: Array | None = None,
+    v: Array | None = None,
+    skip: Array | None = None,
+    *,
+    between_kernels: bool = False,
 ) -> bool:
     """Whether `rms_norm` of these arrays is faster by a kernel: large ones of bfloat16 on a GPU.
 
@@ -30,33 +37,40 @@ def norm_kernel_supports(
         platform() == "gpu"
         and x.dtype == jnp.bfloat16
         and (between_kernels or x.size >= _LEAST)
-        and not any(map(is_split, (x, scale, z, z_bias)))
-        and unsupported_reason(lambda kernels: kernels.norms.unsupported_reason(x, scale, z, z_bias)) is None
+        and not any(map(is_split, (x, scale, z, z_bias, v, skip)))
+        and unsupported_reason(lambda kernels: kernels.norms.unsupported_reason(x, scale, z, z_bias, v, skip)) is None
     )
 
 
 def rms_norm(
     x: Float[Array, "*rows F"],
-    scale: Float[Array, " F"],
+    scale: Float[Array, " F"] | Float[Array, "H F"],
     *,
     z: Float[Array, "*rows F"] | None = None,
     z_bias: Float[Array, "H F"] | None = None,
+    v: Float[Array, "*rows F"] | None = None,
+    skip: Float[Array, "H F"] | None = None,
     activation: Literal["silu", "sigmoid"] = "silu",
+    gate_first: bool = False,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     keeps: bool = False,
     implementation: Literal["xla", "triton"] | None = None,
 ) -> tuple[Float[Array, "*rows F"], Float[Array, "*rows F"] | None]:
-    """`x / sqrt(mean x^2 + eps) * scale * activation(z + z_bias)` over the last axis, computed in float32 at least.
+    """`u / sqrt(mean u^2 + eps) * scale * activation(z + z_bias)` over the last axis, with `u = x + skip * v`.
 
-    Zhang and Sennrich, 2019 (arXiv 1910.07467).
+    Zhang and Sennrich, 2019 (arXiv 1910.07467). With `gate_first` the gate stands before the norm (Mamba-2, arXiv
+    2405.21060): `u = (x + skip * v) * activation(z + z_bias)`. All is computed in float32 at least.
 
     Args:
         x: rows.
-        scale: of each feature.
+        scale: of each feature, or of each head of rows `[..., H, F]`.
         z: the argument of the gate's activation; None is no gate.
         z_bias: added to `z`, of each head of rows `[..., H, F]`; None is zero. It needs `z`.
+        v: what the skip adds to `x`; None is no skip.
+        skip: the factor of `v`, of each head of rows `[..., H, F]`. It is given with `v`.
         activation: of the gate.
+        gate_first: whether the gate stands before the norm, and not behind it.
         eps: added to the mean square.
         dtype: of the result; None is `x`'s.
         keeps: whether to return `x` too, for a residual stream that continues with it. The gradient's kernel then adds
@@ -67,39 +81,53 @@ def rms_norm(
         The result, rounded once, and `x` or None.
 
     Raises:
-        ValueError: `z_bias` is not of each head, or given without `z`.
+        ValueError: `scale`, `z_bias` or `skip` is not of each head; `z_bias` is given without `z`, or one of `v` and
+            `skip` without the other.
         NotImplementedError: the kernel is asked for and does not support the call.
     """
-    if z_bias is not None and (z is None or z_bias.shape != x.shape[-2:]):
-        raise ValueError(
-            f"rms_norm: z_bias has shape {z_bias.shape} where z is {None if z is None else 'an array'}, expected the "
-            f"last two axes of x, {x.shape[-2:]}, and a z"
-        )
+    of_heads = (
+        ("scale", scale if scale.ndim > 1 else None, "x", x),
+        ("z_bias", z_bias, "z", z),
+        ("skip", skip, "v", v),
+    )
+    for name, own, beside, rows in of_heads:
+        if own is not None and (rows is None or own.shape != x.shape[-2:]):
+            raise ValueError(
+                f"rms_norm: {name} has shape {own.shape} where {beside} is {None if rows is None else 'an array'}, "
+                f"expected the last two axes of x, {x.shape[-2:]}, and {beside}"
+            )
+    if v is not None and skip is None:
+        raise ValueError("rms_norm: v is given without skip, expected both or neither")
     dtype = x.dtype if dtype is None else dtype
+    arrays = (x, scale, z, z_bias, v, skip)
     if implementation is None:
-        implementation = "triton" if norm_kernel_supports(x, scale, z, z_bias) else "xla"
+        implementation = "triton" if norm_kernel_supports(*arrays) else "xla"
 
-    def reference(
-        x: Array, scale: Array, z: Array | None, z_bias: Array | None, unused: None
-    ) -> tuple[Array, Array | None]:
+    def reference(x: Array, scale: Array, *rest: Array | None) -> tuple[Array, Array | None]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        y = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps) * scale.astype(wide.dtype)
+        z, z_bias, v, skip = (None if a is None else a.astype(wide.dtype) for a in rest[:4])
+        if v is not None and skip is not None:
+            wide = wide + skip * v
+        gate = None
         if z is not None:
-            z = z.astype(wide.dtype)
-            z = z if z_bias is None else z + z_bias.astype(wide.dtype)
-            y = y * (jax.nn.silu if activation == "silu" else jax.nn.sigmoid)(z)
+            gate = (jax.nn.silu if activation == "silu" else jax.nn.sigmoid)(z if z_bias is None else z + z_bias)
+        u = wide * gate if gate is not None and gate_first else wide
+        y = u * jax.lax.rsqrt(jnp.mean(jnp.square(u), axis=-1, keepdims=True) + eps) * scale.astype(u.dtype)
+        if gate is not None and not gate_first:
+            y = y * gate
         return y.astype(dtype), x if keeps else None
 
     if implementation == "xla":
-        return reference(x, scale, z, z_bias, None)
+        return reference(*arrays)
 
-    def keywords(x: Array, scale: Array, z: Array | None, z_bias: Array | None, unused: None) -> dict[str, Any]:
+    def keywords(*given: Array | None) -> dict[str, Any]:
         options = {"activation": activation, "eps": eps, "dtype": jnp.dtype(dtype).name, "keeps": keeps}
-        return {"x": x, "scale": scale, "z": z, "z_bias": z_bias} | options
+        names = ("x", "scale", "z", "z_bias", "v", "skip")
+        return dict(zip(names, given)) | options | {"gate_first": gate_first}
 
     if keeps:  # without the barrier XLA computes the residual stream's sum twice: for the norm and for the next sum
-        x = jax.lax.optimization_barrier(x)
-    return with_further_derivatives(kernel_operators().norms.rms_norm, keywords, reference)(x, scale, z, z_bias, None)
+        arrays = (jax.lax.optimization_barrier(x), *arrays[1:])
+    return with_further_derivatives(kernel_operators().norms.rms_norm, keywords, reference)(*arrays, None)
 
 
 def rms_norm_of_sum(

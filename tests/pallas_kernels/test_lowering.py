@@ -208,6 +208,23 @@ def test_small_kernels_lower_and_are_taken_for_large_arrays():
     assert count_kernels(jax.grad(lambda *x: jnp.sum(softplus_decay(*x)), (0, 1, 2)), p, rate, rate) == 2
 
 
+@pytest.mark.parametrize(
+    ("length", "groups", "kernels"), [(2048, 1, 1), pytest.param(2048, 2, 1, marks=pytest.mark.slow), (1, 1, 0)]
+)
+def test_mamba_takes_skip_gate_and_norm_from_one_kernel(length, groups, kernels):
+    config = mixer_preset("mamba2", key_heads=groups, **{"output_projection.norm": "group"})
+    built = nnx.eval_shape(lambda: config.build(1024, 32, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    graph, state = nnx.split(built)
+    x = jax.ShapeDtypeStruct((1024 if length == 1 else 2, length, 1024), jnp.bfloat16)
+
+    def loss(state, x):
+        return jnp.sum(nnx.merge(graph, state)(x)[0].astype(jnp.float32))
+
+    text = lowered_text(jax.grad(loss, (0, 1)), state, x)
+    assert len(re.findall(r'name = "rms_norm_reverse"', text)) == kernels
+    assert len(re.findall(r'name = "rms_norm"', text)) == kernels
+
+
 @pytest.mark.parametrize("mixer, kernels", [("kda", 3), pytest.param("gated_deltanet", 0, marks=pytest.mark.slow)])
 def test_a_mixer_of_many_tokens_has_one_product_and_takes_its_kernels(mixer, kernels):
     """Three convolutions, the heads' norm, and the decay by channel, each with its backward; beside the delta rule."""

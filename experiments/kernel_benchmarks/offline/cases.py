@@ -368,10 +368,17 @@ def convolutions() -> list[Case]:
 
 
 def rows() -> list[Case]:
-    """What goes over rows once: norms of the stream and of heads, the decay by channel, the loss's normalizer."""
+    """What goes over rows once: norms of the stream, of heads and of Mamba-2, the decay by channel, the normalizer."""
 
     def norm(x: Any) -> jax.Array:
         return _total(operators.norms.rms_norm(**x, keeps=True))
+
+    def gate_first(groups: int, features: int) -> Case:
+        """Skip, gate and norm of Mamba-2."""
+        x = {name: array(16384, groups, features) for name in ("x", "z", "v")}
+        x |= {name: array(groups, features, dtype=jnp.float32) for name in ("scale", "skip")}
+        name = f"rms norm bfloat16, {groups} x {features} with skip, behind the gate"
+        return Case(name, lambda x: _total(operators.norms.rms_norm(**x, gate_first=True)), x)
 
     def decay(x: Any) -> jax.Array:
         return _total(operators.softplus_decay.softplus_decay(**x))
@@ -387,6 +394,7 @@ def rows() -> list[Case]:
             norm,
             {name: array(16384, 8, 128) for name in ("x", "z")} | {"scale": array(128), "z_bias": array(8, 128)},
         ),
+        *(gate_first(groups, features) for groups, features in ((1, 4096), (1, 3072), (4, 1024))),
         Case("softplus decay bfloat16", decay, {"p": array(16384, 1024)} | of_channels),
         Case(
             "log sum exp float32",
