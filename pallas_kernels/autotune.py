@@ -159,7 +159,9 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Kernel
     p = kernel_shape_of(KernelShape, x, online=options.online, scale=options.scale, num_splits=config.num_splits)
     prepared = jax.jit(lambda x: wy_factors(p, x, config.prepare))(x)
     ends = None
-    maps = jax.jit(lambda x, y: split_transitions(p, x, y, config.maps))(x, prepared)
+    maps = None
+    if p.num_splits > 1:
+        maps = jax.jit(lambda x, y: split_transitions(p, x, y, config.maps))(x, prepared)
     split_states = jax.jit(lambda m: combine_splits(p, m, x.initial_state, config.fold))(maps)
     states, residuals = jax.jit(lambda x, y, z: fwd_h(p, x, y, z, config.states))(x, prepared, split_states)
     if maps is not None:

@@ -73,6 +73,7 @@ def groups(setting: Literal["small", "real", "long"]) -> tuple[Group, ...]:
         middle, large = (dataclasses.replace(each, warmup=2, steps=4) for each in (middle, large))
         return (
             Group("340M", dataclasses.replace(middle, **row), "Gated DeltaNet", "input", ("context",)),
+            Group("340M", dataclasses.replace(middle, **row), "KDA", "input", ("context",)),
             Group("1.3B", large, "Gated DeltaNet", "input", ("tensor",), ("tensor",)),
         )
     return (

@@ -4,6 +4,7 @@
 |---|---|
 | `platform` | the device that is traced for |
 | `vma` | arrays inside `jax.shard_map` and `jax.vmap` |
+| `row_shards` | what devices that share rows exchange |
 | `config` | how a kernel is compiled |
 | `kernel_shape` | static facts of a call that goes over chunks of a sequence |
 | `refusal` | how a call is refused |

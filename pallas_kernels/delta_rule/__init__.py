@@ -23,6 +23,7 @@ each block of value channels, value head, and split of each sequence, which goes
 | | `delta_prepare_extreme` | the same | A, P of chunks with an extreme channel-wise decay | chunk |
 | `split_sequence` | `delta_segment_maps` | A, factors, k, v, write | each split's affine map of the state | pass |
 | | `delta_fold_segments` | maps, first state | the state at each split's start | value blocks, heads, rows |
+| | `delta_compose_segments` | maps | the map of a shard of a row | value and key blocks, heads, rows |
 | `fwd` | `delta_output` | A, P, factors, q, k, v, write, split states | out, final state | pass |
 | backward: `fwd` | `delta_states` | as `delta_output`, without q and P | `S_0` and R of each chunk | pass |
 | `bwd_dh` | `delta_reverse_offsets` | dO, A, P, factors, q, k | each split's map of the gradient | pass |
@@ -36,10 +37,11 @@ each block of value channels, value head, and split of each sequence, which goes
 | `decode_delayed` | `delta_decode_delayed` | a token, the state, delayed updates | out, a write, the state | the same |
 | | `delta_flush` | the state, delayed updates | the state in its place | the same |
 
-The two kernels of `split_sequence` and `delta_reverse_offsets` run only where heads are too few to fill the card;
-kernels of extreme chunks only with a channel-wise decay. `channel_decay`, `bwd_dqkg_channel` and `triangular_inverse`
-are parts of kernels; `vjp` puts the stages together; `api` has the public function. The table is of Triton's kernels;
-`mosaic_gpu` has those that replace some of them on Hopper cards.
+`delta_segment_maps`, `delta_fold_segments` and `delta_reverse_offsets` run only where heads are too few to fill the
+card, or where devices share rows (`row_shards`): each then composes its maps by `delta_compose_segments`, and in the
+backward the offsets of the gradient. Kernels of extreme chunks run only with a channel-wise decay. `channel_decay`,
+`bwd_dqkg_channel` and `triangular_inverse` are parts of kernels; `vjp` puts the stages together; `api` has the public
+function. The table is of Triton's kernels; `mosaic_gpu` has those that replace some of them on Hopper cards.
 
 `dplr` is the recurrence of RWKV-7 by the same stages: with a second key, along which values are written (`value_key`),
 they take two more `[64, 64]` matrices a chunk, and K_tail of that key.

@@ -1,5 +1,7 @@
 """The public function of the gated delta rule, and which calls its kernels can serve."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -10,7 +12,7 @@ from pallas_kernels.common.platform import is_hopper, platform
 from pallas_kernels.common.refusal import expect_backend, refuse
 from pallas_kernels.common.triton.backend import unsupported_arrays
 from pallas_kernels.common.vma import pvary_together
-from pallas_kernels.delta_rule.config import DeltaRuleConfig
+from pallas_kernels.delta_rule.config import DeltaRuleConfig, splits
 from pallas_kernels.delta_rule.inputs import Inputs, crop_results, make_inputs, pad_inputs
 from pallas_kernels.delta_rule.tuned_configs import choose_config
 from pallas_kernels.delta_rule.vjp import Options, chunked_pass, one_token
@@ -73,6 +75,22 @@ def mosaic_unsupported_reason(
     return None
 
 
+def shard_reason(q: Array, backend: str) -> str | None:
+    """Why a call can't be on shards of rows that devices share, as a noun phrase, or None if it can.
+
+    Args:
+        q: queries `[B, T, H, K]`, of a call that the backend serves where rows are whole.
+        backend: as of `gated_delta_rule`.
+    """
+    if backend == "mosaic_mma":
+        return "shards of rows"
+    if q.shape[1] == 1:
+        return "shards of rows of a single token"
+    if not splits(next_power_of_two(q.shape[3])):
+        return f"shards of rows with key size {q.shape[3]} (at most 128)"
+    return None
+
+
 def _mma_reason(inputs: Inputs) -> str | None:
     """Why a call that Triton serves can't have its forward by `mma.sync`."""
     try:
@@ -98,6 +116,7 @@ def gated_delta_rule(
     chunk_size: int = CHUNK,
     config: DeltaRuleConfig | None = None,
     backend: str = "triton",
+    context_axis: str | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     r"""The delta rule with decay, erase and write gates and a write key, forward and backward in Triton kernels.
 
@@ -133,12 +152,15 @@ def gated_delta_rule(
             are exactly 0 where a gate is. Without a gradient one kernel may be the whole forward, whose log decay is
             added up in float32. `"mosaic_mma"` runs the forward by kernels that need no Triton and no wgmma
             (`pallas_kernels.delta_rule.mosaic_mma`), slower than Triton's on an H100. Read where `config` is None.
+        context_axis: the mesh axis of an enclosing `jax.shard_map` over whose devices the tokens of each row are split,
+            in the devices' order; None is whole rows. `initial_state` is then the state before the first device's
+            tokens; its gradient is the first device's, and zero on the others.
 
     Returns:
-        The output in `v`'s dtype and the final state in float32.
+        The output in `v`'s dtype and the final state in float32, with a `context_axis` that after this device's tokens.
 
     Raises:
-        NotImplementedError: there is an `unsupported_reason`.
+        NotImplementedError: there is an `unsupported_reason` or, with a `context_axis`, a `shard_reason`.
         ValueError: `backend` is none of these, or `tied_gates` comes with `write` or without a gate of one number a
             token.
     """
@@ -148,10 +170,14 @@ def gated_delta_rule(
     needed = "mosaic" if config is None and backend == "mosaic" else "triton"
     reason = unsupported_reason(q, k, v, erase, log_decay, chunk_size=chunk_size, backend=needed)
     refuse("gated_delta_rule", reason, needed)
-    inputs = make_inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids)
+    if context_axis is not None:
+        refuse("gated_delta_rule", shard_reason(q, backend), backend)
+    gates = erase, write, log_decay
+    inputs = make_inputs(q, k, v, write_key, *gates, initial_state, segment_ids, context_axis=context_axis)
     if backend == "mosaic_mma":
         refuse("gated_delta_rule", _mma_reason(inputs), backend)
-    options, inputs = call_options(inputs, scale=scale, config=config, tied_gates=tied_gates, backend=backend)
+    how: dict[str, Any] = {"tied_gates": tied_gates, "backend": backend, "context_axis": context_axis}
+    options, inputs = call_options(inputs, scale=scale, config=config, **how)
     if q.shape[1] == 1:
         out, state = one_token(chunked_pass, options, inputs)
     else:
@@ -167,10 +193,12 @@ def call_options(
     tied_gates: bool = False,
     online: bool = True,
     backend: str = "triton",
+    context_axis: str | None = None,
 ) -> tuple[Options, Inputs]:
     """The static options of a call, and its inputs as its passes take them (see `Options`)."""
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else float(scale)
-    config = config or choose_config(inputs, online, backend)
+    config = config or choose_config(inputs, online, backend, is_shard=context_axis is not None)
     write_key_dtype = None if inputs.write_key is None else inputs.write_key.dtype
-    options = Options(online, scale, config, tied_gates, write_key_dtype, tokens=inputs.q.shape[1])
+    more: dict[str, Any] = {"tokens": inputs.q.shape[1], "context_axis": context_axis}
+    options = Options(online, scale, config, tied_gates, write_key_dtype, **more)
     return options, pvary_together(inputs)

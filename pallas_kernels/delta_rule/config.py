@@ -219,7 +219,7 @@ def splits(key_size: int) -> bool:
     return key_size <= 128
 
 
-def choose_num_splits(programs: int, length: int, processors: int) -> int:
+def choose_num_splits(programs: int, length: int, processors: int, has_maps: bool = False) -> int:
     """Number of splits that should take the least time.
 
     A split sequence is passed over twice (once for the maps), and its splits are folded one after another; in
@@ -230,13 +230,14 @@ def choose_num_splits(programs: int, length: int, processors: int) -> int:
         programs: programs of one pass without splits: batch * value heads * value blocks.
         length: tokens of a sequence.
         processors: multiprocessors of the card.
+        has_maps: whether a sequence that is not split is passed over for its map, too, as a shard of a row is.
     """
     chunks = cdiv(length, CHUNK)
 
     def cost(num_splits: int) -> float:
         load = programs * num_splits / processors
         step = 3.3 if load <= 1 else max(4.4, 2.2 * load)
-        passes = 1 if num_splits == 1 else 2
+        passes = 1 if num_splits == 1 and not has_maps else 2
         return passes * cdiv(chunks, num_splits) * step + (2.5 * num_splits if num_splits > 1 else 0)
 
     candidates = [1 << n for n in range(8) if 1 << n <= max(1, chunks // 2)]

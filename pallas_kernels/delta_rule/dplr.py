@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.common.decay import MAX_EXPONENT
 from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.refusal import refuse
-from pallas_kernels.delta_rule.api import call_options, unsupported_reason
+from pallas_kernels.delta_rule.api import call_options, shard_reason, unsupported_reason
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import crop_results, make_inputs, pad_inputs
 from pallas_kernels.delta_rule.vjp import chunked_pass
@@ -28,7 +28,7 @@ LEAST_LOG_DECAY = -MAX_EXPONENT / (CHUNK // 2)
 MAX_CHANNELS = {"bfloat16": 128, "float32": 64}
 """Key or value channels of a head by the matrices' dtype. With more, kernels spill tens of kilobytes a thread."""
 
-__all__ = ["LEAST_LOG_DECAY", "MAX_CHANNELS", "dplr", "unsupported_reason"]
+__all__ = ["LEAST_LOG_DECAY", "MAX_CHANNELS", "dplr", "shard_reason", "unsupported_reason"]
 
 
 def dplr(
@@ -43,6 +43,7 @@ def dplr(
     segment_ids: Int[Array, "B T"] | None = None,
     scale: float | None = None,
     config: DeltaRuleConfig | None = None,
+    context_axis: str | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """`S_t = (D_t - b_t a_t^T) S_{t-1} + k_t v_t^T`, `o_t = scale * S_t^T q_t`; forward and backward, in chunks of 64.
 
@@ -57,17 +58,21 @@ def dplr(
         segment_ids: the state restarts where the id changes; the first token continues `initial_state`.
         scale: factor on the output; None is `K ** -0.5`.
         config: how the call is cut into programs; None takes a default.
+        context_axis: as of `pallas_kernels.delta_rule.gated_delta_rule`.
 
     Returns:
-        The output in `v`'s dtype and the final state in float32.
+        The output in `v`'s dtype and the final state in float32, with a `context_axis` that after this device's tokens.
 
     Raises:
-        NotImplementedError: there is an `unsupported_reason`.
+        NotImplementedError: there is an `unsupported_reason` or, with a `context_axis`, a `shard_reason`.
     """
     refuse("dplr", unsupported_reason(q, a, v, log_decay, chunk_size=CHUNK))
-    inputs = make_inputs(q, a, v, b, None, None, log_decay, initial_state, segment_ids)
+    if context_axis is not None:
+        refuse("dplr", shard_reason(q, "triton"))
+    gates = None, None, log_decay
+    inputs = make_inputs(q, a, v, b, *gates, initial_state, segment_ids, context_axis=context_axis)
     dtype = inputs.q.dtype
     inputs = inputs._replace(value_key=k.astype(dtype), write_key=b.astype(dtype))
-    options, inputs = call_options(inputs, scale=scale, config=config)
+    options, inputs = call_options(inputs, scale=scale, config=config, context_axis=context_axis)
     out, state = crop_results(inputs, chunked_pass(options, pad_inputs(inputs)))
     return out.astype(v.dtype), state

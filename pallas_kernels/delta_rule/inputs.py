@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common.kernel_shape import CHUNK, KernelShape, is_channel_wise, next_power_of_two, resets_of
+from pallas_kernels.common.row_shards import continues
 
 
 class Inputs(NamedTuple):
@@ -51,10 +52,17 @@ def make_inputs(
     initial_state: Array | None,
     segment_ids: Array | None,
     diagonal: Array | None = None,
+    context_axis: str | None = None,
 ) -> Inputs:
-    """Brings the matrices to one dtype and the gates to one that kernels load, and marks documents' first tokens."""
+    """Brings the matrices to one dtype and the gates to one that kernels load, and marks documents' first tokens.
+
+    Tokens may be split over devices along `context_axis`.
+    """
     dtype = jnp.result_type(q, k, v)
     resets = resets_of(segment_ids)
+    if context_axis is not None and resets is not None:
+        is_first = jnp.logical_not(continues(segment_ids, context_axis))  # type: ignore[arg-type]
+        resets = resets.at[:, 0].set(is_first.astype(resets.dtype))
     if resets is not None and log_decay is None:
         log_decay = jnp.zeros(v.shape[:3], jnp.float32)
 

@@ -58,13 +58,14 @@ def load_table(kind: str) -> dict | None:
     return None
 
 
-def choose_config(inputs: Inputs, online: bool, backend: str = "triton") -> DeltaRuleConfig:
+def choose_config(inputs: Inputs, online: bool, backend: str = "triton", *, is_shard: bool = False) -> DeltaRuleConfig:
     """The schedule for a call: the device's table where it has the variant, else defaults.
 
     Args:
         inputs: arguments, without a write gate where the erase gate is that too.
         online: whether the call is a delta rule.
         backend: `"mosaic"` for most stages in Mosaic GPU, `"mosaic_mma"` for a forward that needs no Hopper card.
+        is_shard: whether the tokens are one device's shard of each row.
     """
     if backend == "mosaic_mma":
         return mma_config(choose_config(inputs, online))
@@ -93,7 +94,7 @@ def choose_config(inputs: Inputs, online: bool, backend: str = "triton") -> Delt
         num_splits = choose_sum_num_splits(programs, length, processors, inputs.log_decay is not None)
         is_underfilled = False
     else:
-        num_splits = choose_num_splits(programs, length, processors) if splits(key_size) else 1
+        num_splits = choose_num_splits(programs, length, processors, is_shard) if splits(key_size) else 1
         is_underfilled = programs * num_splits <= processors
     launches = table_launches(table, variant_name(inputs, online), is_underfilled)
     config = with_num_splits(dataclasses.replace(default, **launches), num_splits)

@@ -9,10 +9,12 @@ import jax
 from jax import Array
 
 from pallas_kernels.common.decay import divisible
+from pallas_kernels.common.row_shards import of_first_shard
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.vma import batch_alike
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import Inputs, crop_results, kernel_shape_of, pad_inputs
+from pallas_kernels.delta_rule.row_shards import gradient_after, state_before
 from pallas_kernels.delta_rule.stages import choose_stages
 from pallas_kernels.delta_rule.triton.bwd_dqkg import of_argument
 from pallas_kernels.delta_rule.triton.bwd_pairs import Saved
@@ -33,6 +35,7 @@ class Options:
         write_key_dtype: of the write key as it is given and of its gradient, where that is not the kernels' own.
         tokens: of a sequence before it is padded; None where it is not.
         diagonal_size: rows of a token, where linear attention has a diagonal.
+        context_axis: mesh axis over which tokens are split; None where each device has whole rows.
     """
 
     online: bool
@@ -42,6 +45,12 @@ class Options:
     write_key_dtype: Any = None
     tokens: int | None = None
     diagonal_size: int = 1
+    context_axis: str | None = None
+
+    @property
+    def has_maps(self) -> bool:
+        """Whether the splits' maps are needed: there are several, or they compose to the map of a shard."""
+        return self.config.num_splits > 1 or self.context_axis is not None
 
     @property
     def sums_tied_gate(self) -> bool:
@@ -72,12 +81,14 @@ def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` for padded inputs; differentiable."""
     kernel_shape, config = _problem(options, inputs), options.config
     stages = choose_stages(config)
-    inputs = _operands(options, inputs, has_gradient=stages.forward is None)
-    if stages.forward is not None:
-        return batch_alike(inputs, stages.forward(kernel_shape, inputs, config.forward))
+    forward = stages.forward if options.context_axis is None else None
+    inputs = _operands(options, inputs, has_gradient=forward is None)
+    if forward is not None:
+        return batch_alike(inputs, forward(kernel_shape, inputs, config.forward))
     prepared = stages.wy_factors(kernel_shape, inputs, config.prepare)
-    maps = stages.split_transitions(kernel_shape, inputs, prepared, config.maps)
-    split_states = combine_splits(kernel_shape, maps, inputs.initial_state, config.fold)
+    maps = stages.split_transitions(kernel_shape, inputs, prepared, config.maps) if options.has_maps else None
+    boundary, _ = state_before(kernel_shape, maps, inputs.initial_state, config.fold, options.context_axis)
+    split_states = combine_splits(kernel_shape, maps, boundary, config.fold)
     return batch_alike(inputs, stages.fwd_o(kernel_shape, inputs, prepared, split_states, config.output))
 
 
@@ -88,30 +99,34 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any
     inputs = _operands(options, inputs)
     stages = choose_stages(config)
     prepared = stages.wy_factors(kernel_shape, inputs, config.prepare)
-    maps = stages.split_transitions(kernel_shape, inputs, prepared, config.maps)
-    split_states = combine_splits(kernel_shape, maps, inputs.initial_state, config.fold)
+    maps = stages.split_transitions(kernel_shape, inputs, prepared, config.maps) if options.has_maps else None
+    boundary, transition = state_before(kernel_shape, maps, inputs.initial_state, config.fold, options.context_axis)
+    split_states = combine_splits(kernel_shape, maps, boundary, config.fold)
     output = config.output
     wanted = {"keeps_scores": True} if output.mosaic is not None and output.mosaic.scores_in_output else {}
     out, final, *scores = stages.fwd_o(kernel_shape, inputs, prepared, split_states, output, **wanted)
     if scores:
         prepared = prepared._replace(scores=scores[0])
     results = batch_alike(inputs, (out, final))
-    return results, (inputs, gates, prepared._replace(growth=None, decay_sums=None), maps, split_states)
+    kept = prepared._replace(growth=None, decay_sums=None), maps, transition, split_states
+    return results, (inputs, gates, *kept)
 
 
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
-    inputs, gates, prepared, maps, split_states = residuals
+    inputs, gates, prepared, maps, transition, split_states = residuals
     d_out, d_final_state = cotangents
-    kernel_shape, config = _problem(options, inputs), options.config
+    kernel_shape, config, axis = _problem(options, inputs), options.config, options.context_axis
     stages = choose_stages(config)
     is_found = options.sums_tied_gate
     # Triton's stage has no further digits of the residuals, nor of linear attention's states.
     wanted = {} if config.states.mosaic is None else {"with_digits": is_found}
     states, residual, *digits = stages.fwd_h(kernel_shape, inputs, prepared, split_states, config.states, **wanted)
     ends = None
-    if kernel_shape.num_splits > 1:
+    if maps is not None:
         offsets = stages.bwd_dh_offsets(kernel_shape, inputs, prepared, d_out, config.offsets)
         adjoint = maps._replace(offset=offsets)
+        if axis is not None:
+            d_final_state = gradient_after(kernel_shape, adjoint, transition, d_final_state, config.fold, axis)
         ends = combine_splits(kernel_shape, adjoint, d_final_state, config.fold, reverse=True)
     more = {"residuals": residual, "digits": digits[0] if digits else None} if is_found else {}
     back = stages.bwd_dh(kernel_shape, inputs, prepared, d_out, d_final_state, ends, config.reverse, **more)
@@ -133,7 +148,8 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     if is_found:
         gradients = gradients._replace(erase=of_argument(kernel_shape, d_gate, gate))
     if inputs.initial_state is not None:
-        gradients = gradients._replace(initial_state=back.d_initial_state.astype(inputs.initial_state.dtype))  # type: ignore[union-attr]
+        d_initial = of_first_shard(back.d_initial_state, axis)  # type: ignore[arg-type]
+        gradients = gradients._replace(initial_state=d_initial.astype(inputs.initial_state.dtype))
     return (gradients,)
 
 

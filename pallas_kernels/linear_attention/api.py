@@ -1,6 +1,7 @@
 """The public function of linear attention, and which calls its kernels can serve."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,19 @@ def unsupported_reason(
     return delta_rule.mosaic_unsupported_reason(q, k, v, sizes=sizes)
 
 
+def shard_reason(q: Array, log_decay: Array | None) -> str | None:
+    """Why a call can't be on shards of rows that devices share, as a noun phrase, or None if it can.
+
+    Args:
+        q: queries `[B, T, H, K]`, of a call that the backend serves where rows are whole.
+        log_decay: log decay, or None.
+    """
+    reason = delta_rule.shard_reason(q, "triton")
+    if reason is None and not is_channel_wise(log_decay):
+        return "shards of rows under a decay that is not of one number a channel"
+    return reason
+
+
 def _narrow_heads(
     v: Array, log_decay: Array | None, gates: tuple[Array | None, ...], initial_state: Array | None
 ) -> tuple[Array, Array | None, tuple[Array | None, ...], Array | None]:
@@ -114,6 +128,7 @@ def linear_attention(
     chunk_size: int = CHUNK,
     config: DeltaRuleConfig | None = None,
     backend: str = "triton",
+    context_axis: str | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """Linear attention with decay: `S_t = D_t S_{t-1} + k_t (w_t * v_t)^T`, `o_t = scale * S_t^T q_t`.
 
@@ -138,24 +153,29 @@ def linear_attention(
         backend: `"mosaic"` runs all of it in Mosaic GPU, where it has no `unsupported_reason`, in less time. Pairs of
             tokens are then rounded once, as the inputs are. Under a channel-wise decay so are values times their gate,
             and the states that the backward reads; chunks with too strong a decay for one reference are Triton's.
+        context_axis: as of `pallas_kernels.delta_rule.gated_delta_rule`.
 
     Returns:
-        The output in `v`'s dtype and the final state in float32.
+        The output in `v`'s dtype and the final state in float32, with a `context_axis` that after this device's tokens.
 
     Raises:
-        NotImplementedError: there is an `unsupported_reason`.
+        NotImplementedError: there is an `unsupported_reason` or, with a `context_axis`, a `shard_reason`.
         ValueError: `backend` is neither.
     """
     expect_backend("linear_attention", backend, "triton", "mosaic")
     reason = unsupported_reason(q, k, v, log_decay, diagonal, chunk_size=chunk_size, backend=backend)
     refuse("linear_attention", reason, backend)
+    if context_axis is not None:
+        refuse("linear_attention", shard_reason(q, log_decay), backend)
     values, in_mosaic, of_stages = v, backend == "mosaic", "triton"
     if in_mosaic:
         if is_channel_wise(log_decay):  # these kernels write the values as they are
             v, write, of_stages = gated_values(v, write), None, backend
         v, log_decay, (write, diagonal), initial_state = _narrow_heads(v, log_decay, (write, diagonal), initial_state)
-    inputs = make_inputs(q, k, v, None, None, write, log_decay, initial_state, segment_ids, diagonal)
-    options, inputs = call_options(inputs, scale=scale, config=config, online=False, backend=of_stages)
+    more = initial_state, segment_ids, diagonal, context_axis
+    inputs = make_inputs(q, k, v, None, None, write, log_decay, *more)
+    how: dict[str, Any] = {"online": False, "backend": of_stages, "context_axis": context_axis}
+    options, inputs = call_options(inputs, scale=scale, config=config, **how)
     options = dataclasses.replace(options, diagonal_size=diagonal_size)
     if is_sum(inputs, online=False):
         inputs = with_gate_in_values(inputs)

@@ -3,7 +3,9 @@
 Over a shard of any length, a recurrence maps the entering state to `M state + N`. Each device computes M and N of its
 own shard, the devices exchange all M and N, and each device composes the maps of the devices before it into the state
 that enters its own shard. From there the operator runs as on one device. The size of M and N does not grow with the
-row. Attention has no such map: devices exchange its keys and values.
+row. Kernels that cut a sequence into parts have the parts' maps, and most find M and N from these
+(`pallas_kernels.delta_rule.row_shards`); other implementations run once more for them. Attention has no such map:
+devices exchange its keys and values.
 
 Sources: the affine maps of linear recurrences are those of Blelloch's parallel scan (1990); LASP-2 (arXiv 2502.07563)
 gathers the states of linear attention over devices.
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.common.row_shards import continues, entering, from_before, matrix_product
 from pallas_kernels.common.vma import pvary_together
 from rnnlib.ops.arguments import accumulation_dtype, resets_of
 
@@ -79,12 +82,6 @@ def expect_whole_rows(what: str) -> None:
         raise NotImplementedError(f"{what}: is not for tokens split over devices (context_axis({axis!r}))")
 
 
-def from_before(x: Array, axis: str) -> Array:
-    """The previous device's `x`; zeros on the first device."""
-    size = lax.axis_size(axis)
-    return lax.ppermute(x, axis, [(i, i + 1) for i in range(size - 1)])
-
-
 def of_first(x: Array, axis: str) -> Array:
     """The first device's `x`, on each device."""
     return _of_device(x, axis, 0)
@@ -97,17 +94,6 @@ def of_last(x: Array, axis: str) -> Array:
 
 def _of_device(x: Array, axis: str, index: int) -> Array:
     return lax.psum(jnp.where(lax.axis_index(axis) == index, x, jnp.zeros_like(x)), axis)
-
-
-def continues(segment_ids: Array | None, batch: int, axis: str) -> Array:
-    """Whether a shard's first token continues the last document of the previous shard, `[B]` bool.
-
-    True on the first device, where it continues the initial state.
-    """
-    if segment_ids is None:
-        return jnp.ones((batch,), bool)
-    same = from_before(segment_ids[:, -1], axis) == segment_ids[:, 0]
-    return same | (lax.axis_index(axis) == 0)
 
 
 def tokens_before(
@@ -158,7 +144,7 @@ def token_before(x: Array, axis: str) -> Array:
 def document_starts(segment_ids: Array) -> Array:
     """Whether each token begins a new document of its row, `[B, T]` bool; tokens may be split over devices."""
     resets, axis = resets_of(segment_ids), current_axis()
-    return resets if axis is None else resets.at[:, 0].set(~continues(segment_ids, len(resets), axis))
+    return resets if axis is None else resets.at[:, 0].set(~continues(segment_ids, axis))
 
 
 def first_position(length: int) -> Array | int:
@@ -181,24 +167,12 @@ def entering_state(
         axis: the mesh axis over which tokens are split.
     """
     batch = offset.shape[0]
-    goes_on = continues(segment_ids, batch, axis)
+    goes_on = None if segment_ids is None else continues(segment_ids, axis)
 
     def kept(x: Array) -> Array:
-        return jnp.where(goes_on.reshape(batch, *(1,) * (x.ndim - 1)), x, 0)
+        return x if goes_on is None else jnp.where(goes_on.reshape(batch, *(1,) * (x.ndim - 1)), x, 0)
 
-    transition, offset, initial_state = pvary_together((kept(transition), offset, initial_state.astype(offset.dtype)))
-    shards = lax.all_gather((transition, offset), axis)
-
-    def step(state: Array, shard: tuple[Array, Array]) -> tuple[Array, Array]:
-        return product(shard[0], state) + shard[1], state
-
-    _, entering = lax.scan(step, initial_state, shards)
-    return kept(lax.dynamic_index_in_dim(entering, lax.axis_index(axis), keepdims=False))
-
-
-def matrix_product(transition: Array, state: Array) -> Array:
-    """`transition @ state`, unrounded."""
-    return jnp.matmul(transition, state, precision=lax.Precision.HIGHEST)
+    return kept(entering(kept(transition), offset, initial_state, product, axis))
 
 
 def total_decay(log_decay: Array | None, segment_ids: Array | None, like: Array) -> Array:
@@ -232,16 +206,34 @@ def enter_gram(
 Run = Callable[[Any, Array | None, Array | None], tuple[Array, Array]]
 
 
-def evaluate_erasing_rule(
+def evaluate_on_shards(
+    run: Run, inputs: Any, initial_state: Array | None, segment_ids: Array | None, axis: str
+) -> tuple[Array, Array]:
+    """Runs a rule on split rows: the outputs of this device's tokens, and the state after the row's last token.
+
+    Args:
+        run: the rule on this device's shard, which returns the state after the shard: kernels with a `context_axis`,
+            which find M and N on their way, or `erasing_rule_on_shard` or `decaying_rule_on_shard` of any others.
+        inputs: the rule's token-wise arguments.
+        initial_state: None (zero) or `[B, HV, K, V]`.
+        segment_ids: None or `[B, T]`.
+        axis: the mesh axis over which tokens are split.
+    """
+    inputs, initial_state = pvary_together((inputs, initial_state))
+    out, final = run(inputs, initial_state, segment_ids)
+    return out, of_last(final, axis)
+
+
+def erasing_rule_on_shard(
     run: Run,
     inputs: Any,
     initial_state: Array | None,
     segment_ids: Array | None,
-    axis: str,
     *,
+    axis: str,
     widest: int | None = None,
 ) -> tuple[Array, Array]:
-    """Runs a rule whose transitions are matrices `[K, K]`, such as the delta rule's, on split rows.
+    """A rule whose transitions are matrices `[K, K]`, such as the delta rule's, on this device's shard of each row.
 
     The rule itself computes N and M: with K more value channels, all zero, and the initial state `[0 | I]`, its final
     state is `[N | M]`.
@@ -255,6 +247,9 @@ def evaluate_erasing_rule(
         axis: the mesh axis over which tokens are split.
         widest: value channels that `run` supports at most, None for any. Where N and M have more, each has a call of
             its own.
+
+    Returns:
+        The outputs of this device's tokens, and the state after them.
     """
     state = _state_like(inputs, initial_state)
     key_size, value_size = state.shape[2:]
@@ -268,9 +263,8 @@ def evaluate_erasing_rule(
     else:
         offset = run(inputs, None, segment_ids)[1]
         transition = run(_with_values(inputs, zeros, lambda given, x: x), identity, segment_ids)[1]
-    entering = entering_state(transition, offset, state, segment_ids, matrix_product, axis)
-    out, final = run(inputs, entering, segment_ids)
-    return out, of_last(final, axis)
+    before = entering_state(transition, offset, state, segment_ids, matrix_product, axis)
+    return run(inputs, before, segment_ids)
 
 
 def _with_values(inputs: Any, v: Array, joined: Callable[[Array, Array], Array]) -> Any:
@@ -282,14 +276,13 @@ def _with_values(inputs: Any, v: Array, joined: Callable[[Array, Array], Array])
     return inputs._replace(**changed)
 
 
-def evaluate_decaying_rule(
-    run: Run, inputs: Any, initial_state: Array | None, segment_ids: Array | None, axis: str
+def decaying_rule_on_shard(
+    run: Run, inputs: Any, initial_state: Array | None, segment_ids: Array | None, *, axis: str
 ) -> tuple[Array, Array]:
-    """Runs a rule whose transitions only decay the state, on split rows; arguments as `evaluate_erasing_rule`."""
+    """A rule whose transitions only decay the state, on this device's shard; see `erasing_rule_on_shard`."""
     state = _state_like(inputs, initial_state)
-    entering = enter_gram(run(inputs, None, segment_ids)[1], inputs.log_decay, state, segment_ids, axis)
-    out, final = run(inputs, entering, segment_ids)
-    return out, of_last(final, axis)
+    before = enter_gram(run(inputs, None, segment_ids)[1], inputs.log_decay, state, segment_ids, axis)
+    return run(inputs, before, segment_ids)
 
 
 def _state_like(inputs: Any, initial_state: Array | None) -> Array:

@@ -8,9 +8,12 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.delta_rule import api as delta_rule
+from pallas_kernels.linear_attention import api as linear_attention
 from rnnlib import ops
 from tests.processes import result_of
 
+from .kernels_on_context_shards import OPERATORS as KERNELS
 from .on_context_shards import OPERATORS, SLOW
 
 MESH = AbstractMesh((4,), ("context",), axis_types=(AxisType.Auto,))
@@ -34,6 +37,69 @@ def test_devices_that_share_tokens_are_one(names):
     assert short == long
     kinds = {kind for _, kind in short}
     assert kinds == {"all-gather", "reduce-scatter", "collective-permute", "all-reduce"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["decay", "linear attention, decay by channel"],
+        pytest.param(
+            [name for name in KERNELS if name not in ("decay", "linear attention, decay by channel")],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["always", "others"],
+)
+def test_kernels_find_the_map_of_a_shard_on_their_way(names):
+    """Results and gradients of packed rows whose shards have several segments, or a part of a chunk; interpreted."""
+    errors = result_of("tests.ops.kernels_on_context_shards", *names)
+    assert len(errors) == 2 * len(names)
+    assert max(errors.values()) < 5e-6, errors
+
+
+def test_second_derivatives_of_kernels_on_shards():
+    """Those of the XLA form on shards: `jax.jvp` of the gradient goes through what it gathers."""
+
+    def second(x):
+        def loss(x):
+            with ops.context_axis("context"):
+                return jnp.sum(jnp.sin(ops.gated_delta_rule(x, x, x, implementation="triton")[0]))
+
+        return jax.jvp(jax.grad(loss), (x,), (x,))[1]
+
+    mapped = jax.shard_map(
+        second, mesh=MESH, in_specs=P(None, "context"), out_specs=P(None, "context"), check_vma=False
+    )
+    traced = str(jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((1, 1024, 1, 16), jnp.float32)))
+    assert traced.count("all_gather") > 2 and "delta_compose_segments" in traced
+
+
+def test_what_has_no_maps_runs_once_more():
+    """Heads too wide to fold, and shards of one token: three calls of the operator by kernels, as of any other form."""
+
+    def traced(*shape):
+        def run(x):
+            with ops.context_axis("context"):
+                return ops.gated_delta_rule(x, x, x, implementation="triton")[0]
+
+        mapped = jax.shard_map(
+            run, mesh=MESH, in_specs=P(None, "context"), out_specs=P(None, "context"), check_vma=False
+        )
+        return str(jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct(shape, jnp.float32)))
+
+    assert "delta_compose_segments" in traced(1, 8, 1, 128)
+    for shape in ((1, 8, 1, 160), (1, 4, 1, 16)):
+        assert "delta_compose_segments" not in traced(*shape)
+
+    q = jnp.ones((1, 8, 1, 160))
+    with pytest.raises(NotImplementedError, match="shards of rows with key size 160"):
+        delta_rule.gated_delta_rule(q, q, q, context_axis="context")
+    with pytest.raises(NotImplementedError, match="mma kernels do not support shards of rows"):
+        delta_rule.gated_delta_rule(*[q[..., :16]] * 3, context_axis="context", backend="mosaic_mma")
+    with pytest.raises(NotImplementedError, match="shards of rows of a single token"):
+        linear_attention.linear_attention(*[q[:, :1]] * 3, context_axis="context")
+    with pytest.raises(NotImplementedError, match="shards of rows under a decay that is not of one number a channel"):
+        linear_attention.linear_attention(*[q[..., :16]] * 3, context_axis="context")
 
 
 def on_context_shards(function, *shapes):

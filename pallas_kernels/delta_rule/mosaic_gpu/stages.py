@@ -59,10 +59,8 @@ def wy_factors(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) 
 
 def split_transitions(
     kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, launch: KernelConfig
-) -> SplitTransitions | None:
-    """Affine map of each split; None where there is one split."""
-    if kernel_shape.num_splits == 1:
-        return None
+) -> SplitTransitions:
+    """Affine map of each split."""
     at = _launch(launch)
     arrays = _arrays(inputs, prepared)
     sizes = {"num_compute_warpgroups": at.num_compute_warpgroups, "num_stages": at.num_stages}

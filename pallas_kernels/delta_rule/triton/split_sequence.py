@@ -3,6 +3,7 @@
 A split maps the state before it to the state after it by an affine map, `S -> M S + N`. `split_transitions` computes
 M and N of all splits side by side. `combine_splits` applies them in order, which gives the state at each split's start,
 where the output pass begins. The gradient goes back through a split by `dS -> M^T dS + N'`, with the same M.
+`compose_splits` gives the map of all splits together, which devices exchange where they share a row (`row_shards`).
 
 One thing is dropped: where less than 1e-15 of a state survives a split, it counts as zero. M is not computed for such
 a split. Where a state survives only a few splits, the states at all splits are found side by side.
@@ -124,32 +125,43 @@ def _maps_kernel(r, *, kernel_shape: KernelShape, block: int):
             r.transition_rest[...] = (state - high.astype(jnp.float32)).astype(r.transition_rest.dtype)
 
 
+def _through_split(r, p, state: Array, kernel_shape: KernelShape, reverse: bool, is_value=None) -> Array:
+    """A state, or its gradient, `[block, K]`, through split `p`; without the offset where `is_value` is false."""
+    product = dot_nt if reverse else dot  # M is stored transposed; gradients go back through M itself
+    offset = r.offset[p, :, :]
+    if is_value is not None:
+        offset = jnp.where(is_value, offset, 0.0)
+    if not kernel_shape.online:
+        return r.transition[p, :][None, :] * state + offset
+    transition = r.transition[p, :, :]
+    high = state.astype(transition.dtype)
+    after = product(high, transition) + offset
+    if r.transition_rest is not None:  # M and S in two parts each, all but the smallest product
+        rest = (state - high.astype(jnp.float32)).astype(high.dtype)
+        after = after + product(rest, transition) + product(high, r.transition_rest[p, :, :])
+    return after
+
+
+def _boundary(r, kernel_shape: KernelShape, block: int) -> Array:
+    """The state, or its gradient, `[block, K]`, from which splits are gone through."""
+    if r.boundary is None:
+        return jnp.zeros((block, kernel_shape.key_size), jnp.float32)
+    return r.boundary[...].astype(jnp.float32).T
+
+
 def _fold_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool):
     """The state at the start of each split, which are numbered here in the order of the fold.
 
     Without decay, or where it is weak, one program goes through all splits. Where it is strong there is a program for
     each split, which goes through the few that reach it.
     """
-    product = dot_nt if reverse else dot  # M is stored transposed; gradients go back through M itself
-    boundary = jnp.zeros((block, kernel_shape.key_size), jnp.float32)
-    if r.boundary is not None:
-        boundary = r.boundary[...].astype(jnp.float32).T
+    boundary = _boundary(r, kernel_shape, block)
 
     def place(m):
         return kernel_shape.num_splits - 1 - m if reverse else m
 
     def step(m, state):
-        p = place(m)
-        offset = r.offset[p, :, :]
-        if not kernel_shape.online:
-            return r.transition[p, :][None, :] * state + offset
-        transition = r.transition[p, :, :]
-        high = state.astype(transition.dtype)
-        after = product(high, transition) + offset
-        if r.transition_rest is not None:  # M and S in two parts each, all but the smallest product
-            rest = (state - high.astype(jnp.float32)).astype(high.dtype)
-            after = after + product(rest, transition) + product(high, r.transition_rest[p, :, :])
-        return after
+        return _through_split(r, place(m), state, kernel_shape, reverse)
 
     def in_order():
         def body(m, state):
@@ -176,13 +188,26 @@ def _fold_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool):
     pl.when(jnp.logical_not(is_strong) & (own == 0))(in_order)
 
 
+def _compose_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool):
+    """Through all splits: the boundary and, in the programs after those of the values, unit states; these give M."""
+    column = pl.program_id(0) - kernel_shape.value_size // block
+    is_value = column < 0
+    shape = (block, kernel_shape.key_size)
+    is_unit = iota(shape, 0) + column * block == iota(shape, 1)
+    state = jnp.where(is_value, _boundary(r, kernel_shape, block), jnp.where(is_unit, 1.0, 0.0))
+
+    def step(m, state):
+        p = kernel_shape.num_splits - 1 - m if reverse else m
+        return _through_split(r, p, state, kernel_shape, reverse, is_value)
+
+    r.composed[...] = loop(kernel_shape.num_splits, step, state)
+
+
 def split_transitions(
     kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, launch: KernelConfig
-) -> SplitTransitions | None:
-    """M and N of each split; None where there is one split."""
+) -> SplitTransitions:
+    """M and N of each split."""
     p = kernel_shape
-    if p.num_splits == 1:
-        return None
     block = min(launch.block, p.value_size, p.key_size)
     value_blocks = p.value_size // block
     grid, at = sequence_grid(p, p.value_size + (p.key_size if p.online else 0), block)
@@ -285,3 +310,63 @@ def combine_splits(
         reverse=reverse,
     )
     return result["folded"]  # type: ignore[return-value]
+
+
+def compose_splits(
+    kernel_shape: KernelShape,
+    maps: SplitTransitions,
+    boundary: Array | None,
+    launch: KernelConfig,
+    reverse: bool = False,
+) -> tuple[Array, Array | None]:
+    """All splits as one: what they make of the boundary and, but in `reverse`, their transition M, both transposed.
+
+    Args:
+        kernel_shape: static facts.
+        maps: of the splits; in `reverse` the offset is that of the gradient.
+        boundary: as of `combine_splits`.
+        launch: compilation.
+        reverse: from the last split to the first.
+
+    Returns:
+        `[B, HV, V, K]` float32, with no boundary N; and `[B, HV, K, K]` float32, for linear attention M's diagonal
+        `[B, HV, K]`, or None.
+    """
+    p = kernel_shape
+    block = min(launch.block, p.value_size, p.key_size)
+    value_blocks, with_matrix = p.value_size // block, p.online and not reverse
+
+    def head(array, shape, *place):
+        return p.of_head(array, shape, lambda c, h, z: (z, h, *(i(c) for i in place)))
+
+    def zero(c):
+        return 0
+
+    def column(c):
+        return c
+
+    def value(c):  # programs of unit states read some values and drop them
+        return lax.min(c, value_blocks - 1)
+
+    sizes = (p.key_size,) * (2 if p.online else 1)
+    composed = p.per_head(p.value_size + (p.key_size if with_matrix else 0), p.key_size, dtype=jnp.float32)
+    result = call(
+        _compose_kernel,
+        "delta_compose_segments",
+        (composed.shape[2] // block, p.value_heads, p.batch),
+        {
+            "transition": head(maps.transition, (p.num_splits, *sizes), *(zero,) * (1 + len(sizes))),
+            "transition_rest": head(maps.transition_rest, (p.num_splits, *sizes), *(zero,) * (1 + len(sizes))),
+            "offset": head(maps.offset, (p.num_splits, block, p.key_size), zero, value, zero),
+            "boundary": head(boundary, (p.key_size, block), zero, value),
+        },
+        {"composed": head(composed, (block, p.key_size), column, zero)},
+        launch,
+        kernel_shape=p,
+        block=block,
+        reverse=reverse,
+    )["composed"]
+    state: Array = result[:, :, : p.value_size]  # type: ignore[index]
+    if reverse:
+        return state, None
+    return state, result[:, :, p.value_size :] if p.online else jnp.prod(maps.transition, axis=2)  # type: ignore[index]

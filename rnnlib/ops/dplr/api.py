@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
-from rnnlib.ops.context_parallel import current_axis, evaluate_erasing_rule
+from rnnlib.ops.context_parallel import current_axis, erasing_rule_on_shard, evaluate_on_shards
 from rnnlib.ops.dplr.pallas import LEAST_LOG_DECAY, dplr_triton, dplr_two_steps, has_own_kernels
 from rnnlib.ops.dplr.reference import DPLRInputs, dplr_scan
 from rnnlib.ops.dplr.xla_chunked import dplr_chunked
@@ -93,9 +93,9 @@ def dplr(
             lambda kernels: kernels.delta_rule.unsupported_reason(*arrays, chunk_size=chunk_size, backend=backend)
         )
 
-    def run_triton(inputs: DPLRInputs, *arguments: Any) -> tuple[Array, Array]:
+    def run_triton(inputs: DPLRInputs, *arguments: Any, context_axis: str | None = None) -> tuple[Array, Array]:
         run = dplr_triton if has_own_kernels(inputs, least_log_decay) else dplr_two_steps
-        return run(inputs, *arguments, **options)
+        return run(inputs, *arguments, context_axis=context_axis, **options)
 
     options: dict[str, Any] = {"scale": scale, "chunk_size": chunk_size}
     implementations: dict[str, Callable[..., tuple[Array, Array]]] = {
@@ -118,5 +118,10 @@ def dplr(
     if axis is None:
         return run(inputs, initial_state, segment_ids)
     backend = next((name for name in ("triton", "mosaic") if run is implementations[name]), None)
-    widest = None if backend is None else kernel_operators().delta_rule.MAX_CHANNELS[backend]
-    return evaluate_erasing_rule(run, inputs, initial_state, segment_ids, axis, widest=widest)
+    kernels = None if backend is None else kernel_operators().delta_rule
+    if kernels is not None and kernels.shard_reason(q, backend) is None:
+        on_shard = functools.partial(run, context_axis=axis)
+    else:
+        widest = None if kernels is None else kernels.MAX_CHANNELS[backend]
+        on_shard = functools.partial(erasing_rule_on_shard, run, axis=axis, widest=widest)
+    return evaluate_on_shards(on_shard, inputs, initial_state, segment_ids, axis)

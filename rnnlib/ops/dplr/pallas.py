@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops.arguments import accumulation_dtype
+from rnnlib.ops.context_parallel import erasing_rule_on_shard
 from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.dplr.reference import DPLRInputs
 from rnnlib.ops.dplr.xla_chunked import dplr_chunked
@@ -85,9 +86,15 @@ def has_own_kernels(inputs: DPLRInputs, least_log_decay: float | None) -> bool:
     return max(inputs.q.shape[3], inputs.v.shape[3]) <= most
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "chunk_size"), inline=True)
+@functools.partial(jax.jit, static_argnames=("scale", "chunk_size", "context_axis"), inline=True)
 def dplr_triton(
-    inputs: DPLRInputs, initial_state: Array | None, segment_ids: Array | None, *, scale: float, chunk_size: int
+    inputs: DPLRInputs,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    *,
+    scale: float,
+    chunk_size: int,
+    context_axis: str | None = None,
 ) -> tuple[Array, Array]:
     """Evaluates the recurrence by kernels of its own; arguments and results as `dplr_two_steps`.
 
@@ -96,9 +103,12 @@ def dplr_triton(
 
     def keywords(inputs: DPLRInputs, initial_state, segment_ids) -> dict[str, Any]:
         arrays = inputs._asdict() | {"log_decay": channel_decay(inputs.log_decay, inputs.q, inputs.v)}
-        return arrays | {"initial_state": initial_state, "segment_ids": segment_ids, "scale": scale}
+        options = {"scale": scale, "context_axis": context_axis}
+        return arrays | {"initial_state": initial_state, "segment_ids": segment_ids, **options}
 
-    reference = functools.partial(dplr_chunked, scale=scale, chunk_size=chunk_size)
+    reference: Any = functools.partial(dplr_chunked, scale=scale, chunk_size=chunk_size)
+    if context_axis is not None:
+        reference = functools.partial(erasing_rule_on_shard, reference, axis=context_axis)
     run = with_further_derivatives(kernel_operators().diagonal_plus_low_rank.dplr, keywords, reference)
     return run(inputs, initial_state, segment_ids)
 
@@ -111,6 +121,7 @@ def dplr_two_steps(
     scale: float,
     chunk_size: int,
     backend: str = "triton",
+    context_axis: str | None = None,
 ) -> tuple[Array, Array]:
     """Evaluates the recurrence by the delta rule's kernels; results as `dplr_scan`.
 
@@ -121,8 +132,10 @@ def dplr_two_steps(
         scale: factor on the output.
         chunk_size: steps in a chunk, two for each token.
         backend: as of the delta rule.
+        context_axis: likewise.
     """
     documents = None if segment_ids is None else jnp.repeat(segment_ids, 2, axis=1)
-    options = {"scale": scale, "chunk_size": chunk_size, "backend": backend}
-    out, state = gated_delta_rule_triton(two_steps(inputs), initial_state, documents, **options)
+    options: dict[str, Any] = {"scale": scale, "chunk_size": chunk_size, "backend": backend}
+    given = two_steps(inputs), initial_state, documents
+    out, state = gated_delta_rule_triton(*given, context_axis=context_axis, **options)
     return out[:, 1::2], state

@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import check_rule, check_shape, choose_implementation, floating_arrays, scaled_queries
-from rnnlib.ops.context_parallel import current_axis, evaluate_decaying_rule
+from rnnlib.ops.context_parallel import current_axis, decaying_rule_on_shard, evaluate_on_shards
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.linear_attention.pallas import linear_attention_triton
 from rnnlib.ops.linear_attention.reference import LinearAttentionInputs, linear_attention_scan
@@ -113,7 +113,12 @@ def linear_attention(
     axis = current_axis()
     if axis is None:
         return run(inputs, initial_state, segment_ids)
-    return evaluate_decaying_rule(run, inputs, initial_state, segment_ids, axis)
+    is_kernel = any(run is implementations[name] for name in ("triton", "mosaic"))
+    if is_kernel and kernel_operators().linear_attention.shard_reason(q, log_decay) is None:
+        on_shard = functools.partial(run, context_axis=axis)
+    else:
+        on_shard = functools.partial(decaying_rule_on_shard, run, axis=axis)
+    return evaluate_on_shards(on_shard, inputs, initial_state, segment_ids, axis)
 
 
 def _check_diagonal(v: Array, write: Array | None, diagonal: Array | None, size: int, chunk_size: int) -> None:

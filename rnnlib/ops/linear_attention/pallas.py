@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from rnnlib.ops.context_parallel import decaying_rule_on_shard
 from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.kernels import kernel_operators
 from rnnlib.ops.linear_attention.reference import LinearAttentionInputs
@@ -15,7 +16,9 @@ from rnnlib.ops.linear_attention.xla_chunked import linear_attention_chunked
 _SMALLEST_SCALE = 1e-10
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "chunk_size", "diagonal_size", "backend"), inline=True)
+@functools.partial(
+    jax.jit, static_argnames=("scale", "chunk_size", "diagonal_size", "backend", "context_axis"), inline=True
+)
 def linear_attention_triton(
     inputs: LinearAttentionInputs,
     initial_state: Array | None,
@@ -25,6 +28,7 @@ def linear_attention_triton(
     chunk_size: int,
     diagonal_size: int = 1,
     backend: str = "triton",
+    context_axis: str | None = None,
 ) -> tuple[Array, Array]:
     """Evaluates linear attention by kernels; arguments and results as `linear_attention_scan`.
 
@@ -36,6 +40,7 @@ def linear_attention_triton(
         chunk_size: tokens in a chunk.
         diagonal_size: rows of a token, where there is a diagonal.
         backend: `"mosaic"` for kernels in Mosaic GPU.
+        context_axis: the mesh axis over which tokens are split; the final state is then that after this device's.
     """
 
     def keywords(inputs, initial_state, segment_ids) -> dict[str, Any]:
@@ -44,10 +49,12 @@ def linear_attention_triton(
             inputs, factor = inputs._replace(q=scale * inputs.q), 1.0
         arrays = {**inputs._asdict(), "initial_state": initial_state, "segment_ids": segment_ids}
         sizes = {"chunk_size": chunk_size, "diagonal_size": diagonal_size}
-        return {**arrays, "scale": factor, "backend": backend, **sizes}
+        return {**arrays, "scale": factor, "backend": backend, "context_axis": context_axis, **sizes}
 
-    reference = functools.partial(
+    reference: Any = functools.partial(
         linear_attention_chunked, scale=scale, chunk_size=chunk_size, diagonal_size=diagonal_size
     )
+    if context_axis is not None:
+        reference = functools.partial(decaying_rule_on_shard, reference, axis=context_axis)
     run = with_further_derivatives(kernel_operators().linear_attention.linear_attention, keywords, reference)
     return run(inputs, initial_state, segment_ids)
