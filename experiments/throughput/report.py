@@ -70,10 +70,11 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
     lines += _options_table(plan, records)
     lines += _kept_table(plan, records)
     lines = lines[1:] if lines and not lines[0] else lines
+    counts = sorted({len(r["step_seconds"]) for r in records if "step_seconds" in r} or {plan.steps})
     lines += [
         "",
-        f"Median of {plan.steps} steps, in brackets the fastest one: where they are far apart, the compiling of other "
-        f"cases disturbed the timing. {made_with(records)}.",
+        f"Median of {' or '.join(map(str, counts))} steps, in brackets the fastest one: where they are far apart, the "
+        f"compiling of other cases disturbed the timing. {made_with(records)}.",
     ]
     return "\n".join(lines) + "\n"
 
