@@ -158,6 +158,7 @@ def inverse_by_levels(lower):
     return bfloat16(inverse)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # of blocks that are dropped
 @pytest.mark.parametrize("size", [0.1, 0.3])
 def test_the_warps_machine_code_inverts(size):
     lower = np.tril(np.random.default_rng(0).normal(size=(CHUNK, CHUNK)) * size, -1).astype(np.float32)
@@ -167,7 +168,7 @@ def test_the_warps_machine_code_inverts(size):
     ]
     at = [np.full(WARPS * LANES, base) for base in (1 << 20, 1 << 21)]
     warpgroup = Warpgroup()
-    given = lower + np.triu(np.full_like(lower, 3.0))  # what is not below the diagonal does not count
+    given = lower + np.triu(np.full_like(lower, np.inf))  # as strong decays leave it there, where it does not count
     blocks = warpgroup.run(triangular_inverse.invert_blocks(), 3, [*(given[place] for place in places), *at])
     corners = warpgroup.run(triangular_inverse.join_pairs(), 12, [*blocks, *at])
     words = warpgroup.run(triangular_inverse.join_halves(), 16, [*blocks, *corners, *at])
