@@ -11,7 +11,8 @@ Sources: the affine maps of linear recurrences are those of Blelloch's parallel 
 gathers the states of linear attention over devices.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,6 +23,7 @@ from jax import Array, lax
 from pallas_kernels.common.row_shards import continues, entering, from_before, matrix_product
 from pallas_kernels.common.vma import pvary_together
 from rnnlib.ops.arguments import accumulation_dtype, resets_of
+from rnnlib.ops.kernels import kernel_operators
 
 # A user context is part of the cache key of `jax.jit`.
 _AXIS = jax.make_user_context(default_value=None)
@@ -222,6 +224,40 @@ def evaluate_on_shards(
     inputs, initial_state = pvary_together((inputs, initial_state))
     out, final = run(inputs, initial_state, segment_ids)
     return out, of_last(final, axis)
+
+
+def evaluate_erasing_rule(
+    run: Callable[..., tuple[Array, Array]],
+    implementations: Mapping[str, Any],
+    inputs: Any,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+) -> tuple[Array, Array]:
+    """A rule whose transitions are matrices, on whole rows or, inside of a context axis, on each device's shard.
+
+    The delta rule's kernels find a shard's map on their way; other implementations are called for it.
+
+    Args:
+        run: the implementation that was chosen.
+        implementations: all of the operator's, by name.
+        inputs: as of `erasing_rule_on_shard`.
+        initial_state: None (zero) or `[B, HV, K, V]`.
+        segment_ids: None or `[B, T]`.
+
+    Returns:
+        The outputs and the final state.
+    """
+    axis = current_axis()
+    if axis is None:
+        return run(inputs, initial_state, segment_ids)
+    backend = next((name for name in ("triton", "mosaic") if run is implementations[name]), None)
+    kernels = None if backend is None else kernel_operators().delta_rule
+    if kernels is not None and kernels.shard_reason(inputs.q, backend) is None:
+        on_shard = functools.partial(run, context_axis=axis)
+    else:
+        widest = None if kernels is None else kernels.MAX_CHANNELS[backend]
+        on_shard = functools.partial(erasing_rule_on_shard, run, axis=axis, widest=widest)
+    return evaluate_on_shards(on_shard, inputs, initial_state, segment_ids, axis)
 
 
 def erasing_rule_on_shard(

@@ -8,11 +8,11 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
-from rnnlib.ops.context_parallel import current_axis, erasing_rule_on_shard, evaluate_on_shards
+from rnnlib.ops.context_parallel import evaluate_erasing_rule
 from rnnlib.ops.dplr.pallas import LEAST_LOG_DECAY, dplr_triton, dplr_two_steps, has_own_kernels
 from rnnlib.ops.dplr.reference import DPLRInputs, dplr_scan
 from rnnlib.ops.dplr.xla_chunked import dplr_chunked
-from rnnlib.ops.kernels import kernel_operators, unsupported_reason
+from rnnlib.ops.kernels import unsupported_reason
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "dplr"
@@ -114,14 +114,4 @@ def dplr(
         triton=lambda: reason("triton"),
         mosaic=lambda: reason("mosaic"),
     )
-    axis = current_axis()
-    if axis is None:
-        return run(inputs, initial_state, segment_ids)
-    backend = next((name for name in ("triton", "mosaic") if run is implementations[name]), None)
-    kernels = None if backend is None else kernel_operators().delta_rule
-    if kernels is not None and kernels.shard_reason(q, backend) is None:
-        on_shard = functools.partial(run, context_axis=axis)
-    else:
-        widest = None if kernels is None else kernels.MAX_CHANNELS[backend]
-        on_shard = functools.partial(erasing_rule_on_shard, run, axis=axis, widest=widest)
-    return evaluate_on_shards(on_shard, inputs, initial_state, segment_ids, axis)
+    return evaluate_erasing_rule(run, implementations, inputs, initial_state, segment_ids)

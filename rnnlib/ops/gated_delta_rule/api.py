@@ -8,12 +8,12 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
-from rnnlib.ops.context_parallel import current_axis, erasing_rule_on_shard, evaluate_on_shards
+from rnnlib.ops.context_parallel import evaluate_erasing_rule
 from rnnlib.ops.gated_delta_rule.pallas import gated_delta_rule_triton
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs, gated_delta_rule_scan
 from rnnlib.ops.gated_delta_rule.xla_chunked import gated_delta_rule_chunked
 from rnnlib.ops.gates import resolve_gates
-from rnnlib.ops.kernels import kernel_operators, unsupported_reason
+from rnnlib.ops.kernels import unsupported_reason
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "gated_delta_rule"
@@ -121,14 +121,4 @@ def gated_delta_rule(
         mosaic=lambda: reason("mosaic"),
     )
     inputs = DeltaRuleInputs(q, k, v, resolved, write_key, log_decay)
-    axis = current_axis()
-    if axis is None:
-        return run(inputs, initial_state, segment_ids)
-    backend = next((name for name in ("triton", "mosaic") if run is implementations[name]), None)
-    kernels = None if backend is None else kernel_operators().delta_rule
-    if kernels is not None and kernels.shard_reason(q, backend) is None:
-        on_shard = functools.partial(run, context_axis=axis)
-    else:
-        widest = None if kernels is None else kernels.MAX_CHANNELS[backend]
-        on_shard = functools.partial(erasing_rule_on_shard, run, axis=axis, widest=widest)
-    return evaluate_on_shards(on_shard, inputs, initial_state, segment_ids, axis)
+    return evaluate_erasing_rule(run, implementations, inputs, initial_state, segment_ids)
