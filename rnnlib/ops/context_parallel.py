@@ -226,38 +226,25 @@ def evaluate_on_shards(
     return out, of_last(final, axis)
 
 
-def evaluate_erasing_rule(
-    run: Callable[..., tuple[Array, Array]],
-    implementations: Mapping[str, Any],
-    inputs: Any,
-    initial_state: Array | None,
-    segment_ids: Array | None,
-) -> tuple[Array, Array]:
-    """A rule whose transitions are matrices, on whole rows or, inside of a context axis, on each device's shard.
+def choose_rule_on_shard(
+    run: Callable[..., tuple[Array, Array]], implementations: Mapping[str, Any], q: Array, axis: str
+) -> Run:
+    """How a rule whose transitions are matrices is evaluated on each device's shard.
 
     The delta rule's kernels find a shard's map on their way; other implementations are called for it.
 
     Args:
         run: the implementation that was chosen.
         implementations: all of the operator's, by name.
-        inputs: as of `erasing_rule_on_shard`.
-        initial_state: None (zero) or `[B, HV, K, V]`.
-        segment_ids: None or `[B, T]`.
-
-    Returns:
-        The outputs and the final state.
+        q: queries `[B, T, H, K]` of a shard.
+        axis: the mesh axis over which tokens are split.
     """
-    axis = current_axis()
-    if axis is None:
-        return run(inputs, initial_state, segment_ids)
     backend = next((name for name in ("triton", "mosaic") if run is implementations[name]), None)
     kernels = None if backend is None else kernel_operators().delta_rule
-    if kernels is not None and kernels.shard_reason(inputs.q, backend) is None:
-        on_shard = functools.partial(run, context_axis=axis)
-    else:
-        widest = None if kernels is None else kernels.MAX_CHANNELS[backend]
-        on_shard = functools.partial(erasing_rule_on_shard, run, axis=axis, widest=widest)
-    return evaluate_on_shards(on_shard, inputs, initial_state, segment_ids, axis)
+    if kernels is not None and kernels.shard_reason(q, backend) is None:
+        return functools.partial(run, context_axis=axis)
+    widest = None if kernels is None else kernels.MAX_CHANNELS[backend]
+    return functools.partial(erasing_rule_on_shard, run, axis=axis, widest=widest)
 
 
 def erasing_rule_on_shard(

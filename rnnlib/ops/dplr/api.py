@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
-from rnnlib.ops.context_parallel import evaluate_erasing_rule
+from rnnlib.ops.context_parallel import choose_rule_on_shard, current_axis, evaluate_on_shards
 from rnnlib.ops.dplr.pallas import LEAST_LOG_DECAY, dplr_triton, dplr_two_steps, has_own_kernels
 from rnnlib.ops.dplr.reference import DPLRInputs, dplr_scan
 from rnnlib.ops.dplr.xla_chunked import dplr_chunked
@@ -114,4 +114,8 @@ def dplr(
         triton=lambda: reason("triton"),
         mosaic=lambda: reason("mosaic"),
     )
-    return evaluate_erasing_rule(run, implementations, inputs, initial_state, segment_ids)
+    axis = current_axis()
+    if axis is None:
+        return run(inputs, initial_state, segment_ids)
+    on_shard = choose_rule_on_shard(run, implementations, q, axis)
+    return evaluate_on_shards(on_shard, inputs, initial_state, segment_ids, axis)

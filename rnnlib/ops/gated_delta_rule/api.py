@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
-from rnnlib.ops.context_parallel import evaluate_erasing_rule
+from rnnlib.ops.context_parallel import choose_rule_on_shard, current_axis, evaluate_on_shards
 from rnnlib.ops.gated_delta_rule.pallas import gated_delta_rule_triton
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs, gated_delta_rule_scan
 from rnnlib.ops.gated_delta_rule.xla_chunked import gated_delta_rule_chunked
@@ -121,4 +121,8 @@ def gated_delta_rule(
         mosaic=lambda: reason("mosaic"),
     )
     inputs = DeltaRuleInputs(q, k, v, resolved, write_key, log_decay)
-    return evaluate_erasing_rule(run, implementations, inputs, initial_state, segment_ids)
+    axis = current_axis()
+    if axis is None:
+        return run(inputs, initial_state, segment_ids)
+    on_shard = choose_rule_on_shard(run, implementations, q, axis)
+    return evaluate_on_shards(on_shard, inputs, initial_state, segment_ids, axis)
