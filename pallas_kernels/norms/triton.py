@@ -55,16 +55,16 @@ def _gate(z: Array, activation: str | None) -> tuple[Array, Array]:
     return z * s, s * (1.0 + z * (1.0 - s))
 
 
-def _of_block(cut: Cut) -> tuple[tuple[Array, Array], Array | None]:
-    """Index of a block of rows `[block, columns]`, and which of its columns exist; None where all do."""
-    shape = (cut.block, cut.columns)
+def _index(cut: Cut, rows: int) -> tuple[tuple[Array, Array], Array | None]:
+    """Index of an array `[rows, columns]`, and which of its columns exist; None where all do."""
+    shape = (rows, cut.columns)
     row, column = iota(shape, 0), iota(shape, 1)
     return (row, column), None if cut.columns == cut.features else column < cut.features
 
 
 def _block_at(cut: Cut) -> Callable[[Any], tuple[tuple[Array, Array], Array | None]]:
     """From the number of a program's block to its index, and which of it exists; None where all does."""
-    (row, column), columns = _of_block(cut)
+    (row, column), columns = _index(cut, cut.block)
     first = pl.program_id(0) * (cut.blocks * cut.block)
 
     def at(i):
@@ -92,8 +92,7 @@ def _of_heads(ref, cut: Cut) -> Any:
     if ref is None:
         return None
     heads = ref.shape[0]
-    row, column = (iota((cut.block if heads > 1 else 1, cut.columns), axis) for axis in (0, 1))
-    mask = None if cut.columns == cut.features else column < cut.features
+    (row, column), mask = _index(cut, cut.block if heads > 1 else 1)
     return load_masked(ref, (row % heads, column), mask).astype(jnp.float32)
 
 
@@ -103,8 +102,8 @@ def _store_sums(ref, total: Array | None, cut: Cut) -> None:
         return
     if ref.shape[0] == 1:
         total = jnp.sum(total, axis=0)[None]
-    row, column = (iota(total.shape, axis) for axis in (0, 1))
-    store_masked(ref, (row, column), total, None if cut.columns == cut.features else column < cut.features)
+    index, mask = _index(cut, total.shape[0])
+    store_masked(ref, index, total, mask)
 
 
 def _normalised(cut: Cut, x: Array) -> tuple[Array, Array]:
