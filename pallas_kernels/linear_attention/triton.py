@@ -105,15 +105,18 @@ def _scan_kernel(r, *, num_splits: int, ahead: int, reverse: bool):
     state = jnp.zeros(r.split_states.shape[1:], jnp.float32)
     if r.boundary is not None:
         state = r.boundary[...].astype(jnp.float32)
-    for start in range(0, num_splits, ahead):
-        steps = range(start, min(start + ahead, num_splits))
-        added = [r.added[num_splits - 2 - n if reverse else n, :, :] for n in steps if n < num_splits - 1]
-        for n in steps:  # all loads before what waits for them
-            place = num_splits - 1 - n if reverse else n
-            r.split_states[place, :, :] = state
-            if n < num_splits - 1:
-                keeps = 1.0 if r.kept is None else r.kept[num_splits - 2 - n if reverse else n]
-                state = keeps * state + added[n - start]
+    last = r.added.shape[0]
+    pieces = last // (num_splits - 1)
+    for start in range(0, last + 1, ahead):
+        steps = range(start, min(start + ahead, last + 1))
+        places = {m: last - 1 - m if reverse else m for m in steps if m < last}
+        added = {m: r.added[place, :, :] for m, place in places.items()}  # all loads before what waits for them
+        for m in steps:
+            if m % pieces == 0:
+                n = m // pieces
+                r.split_states[num_splits - 1 - n if reverse else n, :, :] = state
+            if m < last:
+                state = (1.0 if r.kept is None else r.kept[places[m]]) * state + added[m]
 
 
 def _is_own(size: int) -> Array:
@@ -292,8 +295,9 @@ def scan_splits(
 
     Args:
         kernel_shape: static facts; of any rows and columns.
-        added: what splits add, all but the last (`reverse`: the first), `[B, HV, P - 1, R, S]` float32.
-        kept: what they leave of the state, `[B, HV, P - 1]` float32; None for all.
+        added: what splits add, all but the last (`reverse`: the first), `[B, HV, P - 1, R, S]` float32; or what equal
+            pieces of them do, several times as many.
+        kept: what they leave of the state, `[B, HV, P - 1]` float32 (or as many as `added`); None for all.
         boundary: `[B, HV, R, S]`, what is there before the first token (`reverse`: after the last); None for zero.
         launch: `block` is a number of rows, `inner` the number of splits whose loads are begun together.
         reverse: from the last split to the first.

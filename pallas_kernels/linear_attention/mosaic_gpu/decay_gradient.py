@@ -59,21 +59,51 @@ def _load_chunk(r: Any, n: Array, rest_line: int | None) -> _Chunk:
     return _Chunk(r.kept[n], _summed(r.q_far, tokens), k_far, pairs, is_flat)
 
 
+def _crossed(found: list[Array], kept: list[Array], steps: list[Array], is_last: Array) -> list[Array]:
+    """What crosses each of a group's chunks; scalars.
+
+    From that of the first chunk, by what each step adds. Each step is a sum of rounded products, and their errors add
+    up. Where what crosses is known again, at the next group's first chunk or where a chunk leaves next to nothing, what
+    they miss it by is shared out among the steps.
+
+    Args:
+        found: what crosses the first chunk of this group and of the next.
+        kept: what each chunk leaves of the state, and the next group's first.
+        steps: from one of these chunks to the next.
+        is_last: whether there is no next group.
+    """
+    crossed, since, missed = [found[0]], [jnp.float32(0)], [jnp.float32(0)]
+    for left, step in zip(kept[1:], steps, strict=True):
+        more = crossed[-1] + step
+        is_end = left < _NOTHING
+        missed.append(jnp.where(is_end, 0.0, found[1]) - more)
+        crossed.append(jnp.where(is_end, 0.0, more))
+        since.append(jnp.where(is_end, 0.0, since[-1] + 1.0))
+    ends = [left < _NOTHING for left in kept]
+    share = jnp.where(is_last, 0.0, missed[-1] / (since[-2] + 1.0))
+    for i in reversed(range(1, len(kept) - 1)):
+        crossed[i] = crossed[i] + since[i] * share
+        share = jnp.where(ends[i], missed[i] / (since[i - 1] + 1.0), share)
+    return crossed[:-1]
+
+
 def _kernel(r, *, kernel_shape: KernelShape, rest_line: int | None):
     """As many chunks of one head as one of whose states is stored."""
-    group = pl.program_id(1)
+    group, last = pl.program_id(1), kernel_shape.chunks - 1
     places = [group * STATES_EVERY + i for i in range(STATES_EVERY)]
-    last = kernel_shape.chunks - 1
+    following = jnp.minimum(places[-1] + 1, last)
     # All loads before what waits for them.
     chunks = [_load_chunk(r, jnp.minimum(n, last), rest_line) for n in places]
-    crossed = kernel_shape.scale * chunks[0].kept * jnp.sum(_summed(r.crossed, group))
-    for i, (n, x) in enumerate(zip(places, chunks, strict=True)):
-        if i > 0:
-            more = crossed + jnp.sum(chunks[i - 1].k_far) - jnp.sum(x.q_far)
-            crossed = jnp.where(x.kept < _NOTHING, 0.0, more)
+    kept = [*(x.kept for x in chunks), r.kept[following]]
+    found = [_summed(r.crossed, group), _summed(r.crossed, jnp.minimum(group + 1, r.crossed.shape[1] - 1))]
+    reads = [*(x.q_far for x in chunks[1:]), _summed(r.q_far, pl.ds(following * CHUNK, CHUNK))]
+    steps = [jnp.sum(x.k_far) - jnp.sum(read) for x, read in zip(chunks, reads, strict=True)]
+    starts = [kernel_shape.scale * left * jnp.sum(x) for left, x in zip((kept[0], kept[-1]), found, strict=True)]
+    crossed = _crossed(starts, kept, steps, places[-1] >= last)
+    for n, x, beyond in zip(places, chunks, crossed, strict=True):
         # Of this token and later ones, and of earlier ones, by one running sum.
         within = x.pairs + x.q_far
-        gradient = crossed + jnp.sum(within) + jnp.cumsum(x.k_far - within, axis=0) - (x.k_far - within)
+        gradient = beyond + jnp.sum(within) + jnp.cumsum(x.k_far - within, axis=0) - (x.k_far - within)
         tokens = jnp.minimum(n, last) * CHUNK + iota((CHUNK,), 0)
         store_masked(r.gradient, (tokens,), jnp.where(x.is_flat, 0.0, gradient), jnp.full((CHUNK,), n <= last))
 
@@ -85,7 +115,7 @@ def log_decay_gradient(kernel_shape: KernelShape, inputs: Inputs, back: Factors,
     token and later ones of its chunk read of other chunks, what later chunks read of the chunk's tokens before it, and
     of the state before the chunk. The last is the product of that state with its gradient. It is found every fourth
     chunk, and the chunks between follow from it, since reads of a chunk end and its writes begin what crosses it. Where
-    a chunk leaves next to nothing of the state nothing crosses it.
+    a chunk leaves next to nothing of the state nothing crosses it. See `_crossed` for their errors.
 
     Args:
         kernel_shape: static facts.

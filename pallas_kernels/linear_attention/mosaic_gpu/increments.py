@@ -1,6 +1,6 @@
 """What parts of a sequence, which run side by side, add to the state of linear attention."""
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,11 +22,14 @@ from pallas_kernels.delta_rule.mosaic_gpu.pipeline import call, split_span
 from pallas_kernels.linear_attention.mosaic_gpu.decay import Factors
 from pallas_kernels.linear_attention.mosaic_gpu.sums import Places, chunk_tiles
 
+_FEWEST_CHUNKS = 4
+"""Of a piece: what each adds is written and read once more."""
+
 
 def _increments_kernel(
     r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, has_writes: bool, is_reverse: bool
 ):
-    """What one part of a sequence adds to the state, and what it leaves of the state before it."""
+    """What one piece of a sequence adds to the state, and what it leaves of the state before it."""
     first, count = chunks
 
     def step(m, carry):
@@ -46,26 +49,27 @@ def _increments_kernel(
 
     start = zeros(SIDE, kernel_shape.key_size), jnp.float32(1)
     state, left = lax.fori_loop(0, count, step, start)
+    r.added[place.batch, place.head, place.split, place.channels] = state
+    if r.kept_of_piece is not None:
 
-    @pl.when(_is_needed(kernel_shape, place.split, is_reverse))
-    def _():
-        part = place.split - (1 if is_reverse else 0)
-        r.added[place.batch, place.head, part, place.channels] = state
-        if r.kept_of_part is not None:
-
-            @pl.when((place.block == 0) & (place.group == 0))
-            def _():
-                r.kept_of_part[place.batch, place.head, part] = left
+        @pl.when((place.block == 0) & (place.group == 0))
+        def _():
+            r.kept_of_piece[place.batch, place.head, place.split] = left
 
 
-def _is_needed(kernel_shape: KernelShape, split: Any, reverse: bool) -> Any:
-    """Whether any part comes after this one."""
-    return split > 0 if reverse else split < kernel_shape.num_splits - 1
+def _pieces(kernel_shape: KernelShape, num_compute_warpgroups: int, processors: int) -> int:
+    """Equal pieces of a part whose increments are found side by side: no processor has two programs.
 
-
-def _span_of_needed(r: Any, buffers: Any, place: Any, kernel_shape: KernelShape, *, reverse: bool) -> tuple[Any, Any]:
-    first, count = split_span(kernel_shape, place.split)
-    return first, jnp.where(_is_needed(kernel_shape, place.split, reverse), count, 0)
+    The last part adds to no other, so that with two parts half of the processors would have nothing to do.
+    """
+    p, pieces = kernel_shape, 1
+    programs = p.batch * p.value_heads * (p.value_size // (SIDE * num_compute_warpgroups)) * (p.num_splits - 1)
+    while 2 * pieces * programs <= processors:
+        finer = dataclasses.replace(p, num_splits=2 * pieces * p.num_splits)
+        if finer.chunks_per_split < _FEWEST_CHUNKS or 2 * pieces * finer.chunks_per_split != p.chunks_per_split:
+            break
+        pieces *= 2
+    return pieces
 
 
 def increments(
@@ -76,16 +80,25 @@ def increments(
     *,
     reverse: bool,
     num_compute_warpgroups: int,
+    processors: int,
 ) -> tuple[Array, Array | None]:
     """What each part of a sequence adds to the state, all but the last part (`reverse`: the first).
 
-    Arguments as `sums`.
+    Arguments as `sums`, and the number of the card's multiprocessors.
 
     Returns:
         Transposed, `[B, HV, P - 1, D, A]` float32, and what is left over a part of the state before it,
-        `[B, HV, P - 1]` float32, None for all.
+        `[B, HV, P - 1]` float32, None for all. Where parts are cut into pieces, as many times more of both.
     """
-    p, parts, has_writes = kernel_shape, kernel_shape.num_splits - 1, "writes" in factors.names
+    pieces = _pieces(kernel_shape, num_compute_warpgroups, processors)
+    in_pieces = dataclasses.replace(kernel_shape, num_splits=kernel_shape.num_splits * pieces)
+    # Programs are started for those alone that a later part reads.
+    count, has_writes = in_pieces.num_splits - pieces, "writes" in factors.names
+    p = dataclasses.replace(kernel_shape, num_splits=count)
+
+    def span(r: Any, buffers: Any, place: Any, kernel_shape: KernelShape) -> tuple[Any, Any]:
+        return split_span(in_pieces, place.split + (pieces if reverse else 0))
+
     line = (factors.names.index("writes"), 1) if has_writes else None
     tiles = chunk_tiles(p, Places(key, key, value), line, num_compute_warpgroups)
     del tiles["reader"]
@@ -95,16 +108,16 @@ def increments(
         p,
         {"key": key, "value": value, "lines": factors.lines if has_writes else None, "kept": factors.kept},
         {
-            "added": p.per_head(parts, p.value_size, p.key_size, dtype=jnp.float32),
-            "kept_of_part": None if factors.kept is None else p.per_head(parts, dtype=jnp.float32),
+            "added": p.per_head(count, p.value_size, p.key_size, dtype=jnp.float32),
+            "kept_of_piece": None if factors.kept is None else p.per_head(count, dtype=jnp.float32),
         },
         tiles,
         {},
         num_compute_warpgroups=num_compute_warpgroups,
         num_stages=4,
         reverse=reverse,
-        span=functools.partial(_span_of_needed, reverse=reverse),
+        span=span,
         is_reverse=reverse,
         has_writes=has_writes,
     )
-    return results["added"], results["kept_of_part"]  # type: ignore[return-value]
+    return results["added"], results["kept_of_piece"]  # type: ignore[return-value]

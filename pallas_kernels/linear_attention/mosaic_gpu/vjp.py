@@ -106,9 +106,14 @@ def _folded(
     """States at the splits' starts (`reverse`: ends), transposed, `[B, HV, P, D, A]`; None for zero."""
     if kernel_shape.num_splits == 1:
         return None if boundary is None else boundary.astype(jnp.float32)[:, :, None]
-    num_compute_warpgroups = _groups(kernel_shape, options)
     added, kept = increments(
-        kernel_shape, key, value, factors, reverse=reverse, num_compute_warpgroups=num_compute_warpgroups
+        kernel_shape,
+        key,
+        value,
+        factors,
+        reverse=reverse,
+        num_compute_warpgroups=_groups(kernel_shape, options),
+        processors=options.processors,
     )
     return scan_splits(kernel_shape, added, kept, boundary, _SCAN, reverse=reverse)
 

@@ -13,9 +13,11 @@ from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.delta_rule.inputs import crop_results, make_inputs, pad_inputs
 from pallas_kernels.linear_attention import api
 from pallas_kernels.linear_attention.mosaic_gpu import vjp
-from pallas_kernels.linear_attention.mosaic_gpu.decay import Factors
+from pallas_kernels.linear_attention.mosaic_gpu.decay import Factors, factors_of
 from pallas_kernels.linear_attention.mosaic_gpu.decay_gradient import log_decay_gradient
+from pallas_kernels.linear_attention.mosaic_gpu.increments import increments
 from pallas_kernels.linear_attention.mosaic_gpu.sums import STATES_EVERY, Sums
+from pallas_kernels.linear_attention.triton import scan_splits
 from rnnlib import ops
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import NO, Case, relative_error, scan, value_and_gradients
@@ -86,12 +88,27 @@ def test_what_crosses_chunks_between_stored_states_is_found_from_reads_and_write
     for n in reversed(range(chunks)):
         gradients[n] = kept[0, 0, n] * gradients[n + 1] + read[n]
     crossed = np.array([kept[0, 0, n] * np.sum(states[n] * gradients[n + 1]) for n in range(chunks)])
-    # Chunks read by their first token and write by their last: a token between has the product alone.
+    reads = [np.sum(read[n] * states[n]) for n in range(chunks)]
+    writes = [np.sum(added[n] * gradients[n + 1]) for n in range(chunks)]
+    stored = [np.sum(states[n] * gradients[n + 1]) for n in range(0, chunks, STATES_EVERY)]
+    np.testing.assert_allclose(_crossed(reads, writes, stored, kept), crossed, atol=2e-5)
+
+
+def test_what_steps_between_stored_states_miss_is_shared_out_among_them():
+    """Nothing read and nothing written: a line from one known product to the next, and no change after the last."""
+    kept = np.ones((1, 1, 15))
+    kept[..., 6], kept[..., 8] = 0.0, 0.0
+    found = _crossed(np.zeros(15), np.zeros(15), [4.0, 8.0, 2.0, 5.0], kept)
+    np.testing.assert_allclose(found, [4, 5, 6, 7, 8, 4, 0, 0, 0, 1.25, 2.5, 3.75, 5, 5, 5], atol=1e-6)
+
+
+def _crossed(reads: Any, writes: Any, stored: Any, kept: np.ndarray) -> np.ndarray:
+    """What crosses chunks, by the kernel of the decay's gradient, where first tokens read and last tokens write."""
+    chunks = len(reads)
     far = np.zeros((2, 1, 1, 1, chunks, CHUNK), np.float32)
-    far[0, ..., 0] = [np.sum(read[n] * states[n]) for n in range(chunks)]
-    far[1, ..., -1] = [np.sum(added[n] * gradients[n + 1]) for n in range(chunks)]
-    found = np.zeros((1, 1, 1, 3, CHUNK), np.float32)
-    found[..., 0] = [np.sum(states[n] * gradients[n + 1]) for n in range(0, chunks, STATES_EVERY)]
+    far[0, ..., 0], far[1, ..., -1] = reads, writes
+    found = np.zeros((1, 1, 1, len(stored), CHUNK), np.float32)
+    found[..., 0] = stored
     q_far, k_far = jnp.asarray(far.reshape(2, 1, 1, 1, -1))
     none = jnp.zeros_like(q_far)
     inputs = make_inputs(
@@ -102,7 +119,32 @@ def test_what_crosses_chunks_between_stored_states_is_found_from_reads_and_write
     d_q = Sums(none, None, none, none, q_far, None, None, None, None)
     d_k = Sums(none, None, None, None, k_far, None, None, None, jnp.asarray(found))
     gradient = log_decay_gradient(kernel_shape, inputs, back, d_q, d_k).reshape(chunks, CHUNK)
-    np.testing.assert_allclose(gradient[:, 1:], np.repeat(crossed[:, None], CHUNK - 1, 1), atol=2e-5)
+    np.testing.assert_allclose(gradient[:, 1:], np.repeat(gradient[:, 1:2], CHUNK - 1, 1), atol=2e-5)
+    return np.asarray(gradient[:, 1])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_pieces_of_parts_add_up_to_what_the_parts_add(reverse):
+    mosaic_interpreter.install()
+    random = np.random.default_rng(0)
+    arrays = jnp.asarray(random.standard_normal((3, 1, 1024, 1, 64)), jnp.bfloat16)
+    log_decay = -jnp.asarray(random.random((1, 1024, 1)), jnp.float32) / 64
+    inputs = make_inputs(*arrays, None, None, None, log_decay, None, None)
+    kernel_shape = vjp._kernel_shape(vjp.Options(1.0, 2, 132), inputs)
+    factors = factors_of(kernel_shape, inputs, reverse=reverse)
+
+    def states(processors):
+        found = increments(
+            *(kernel_shape, inputs.k, inputs.v, factors),
+            reverse=reverse,
+            num_compute_warpgroups=1,
+            processors=processors,
+        )
+        return found[0].shape[2], scan_splits(kernel_shape, *found, None, vjp._SCAN, reverse=reverse)
+
+    (one, expected), (two, found) = states(1), states(132)
+    assert (one, two) == (1, 2)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
