@@ -75,7 +75,7 @@ def test_the_wheel_holds_the_library_alone(wheel):
 def test_the_core_runs_with_jax_and_flax_alone(core, environment):
     program = """
 import importlib.util
-for package in "chex grain lm_eval matplotlib pyarrow safetensors tensorboardX tokenizers tyro".split():
+for package in "chex grain lm_eval matplotlib pyarrow safetensors tensorboard tokenizers tyro".split():
     assert importlib.util.find_spec(package) is None, package
 import jax.numpy as jnp
 import rnnlib
@@ -123,7 +123,7 @@ print(*sys.modules)
 """
     imported = set(run(sys.executable, "-c", program).split())
     assert {"safetensors", "tokenizers"} <= imported
-    assert not imported & {"chex", "grain", "lm_eval", "matplotlib", "pyarrow", "tensorboardX", "tyro"}
+    assert not imported & {"chex", "grain", "lm_eval", "matplotlib", "pyarrow", "tensorboard", "tyro"}
 
 
 def test_the_command_line_outside_of_the_repository(core, environment):

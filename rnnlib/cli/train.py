@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import signal
 import sys
 import threading
@@ -329,7 +328,7 @@ def _train(arguments: TrainArguments, programs: Path | None) -> int:
     if config.logging.picture:
         print(f"losses drawn in {folder / 'loss.png'}")
     if config.logging.tensorboard:
-        print(f"curves: {_tensorboard(folder.parent)}")
+        print(f"curves: {command_line('--logdir', folder.parent, program='tensorboard')}")
     if arguments.prompt and jax.process_count() == 1:
         from rnnlib.cli.generate import print_continuation
 
@@ -354,12 +353,6 @@ def _learning_rate_from_here(saved: TrainConfig, config: TrainConfig, step: int)
         end = float(learning_rate_schedule(config.optimizer, config.steps)(length))
         return f"the schedule is made for {length} steps: the learning rate stays at {end:.3g} from there on"
     return None
-
-
-def _tensorboard(folder: Path) -> str:
-    if "UV_RUN_RECURSION_DEPTH" in os.environ:
-        return f"uv run --with tensorboard tensorboard --logdir {folder}"
-    return f"tensorboard --logdir {folder}    (after pip install tensorboard)"
 
 
 @contextlib.contextmanager

@@ -74,16 +74,15 @@ class CsvLogger(Logger):
 def check_loggers(config: TrainConfig) -> None:
     """Looks for what the loggers of a config need.
 
-    tensorboardX is not imported: where PyTorch is installed it imports that, too, which takes seconds. `open_loggers`
-    does so, while XLA compiles.
+    TensorBoard's package is not imported: `open_loggers` does so, while XLA compiles.
 
     Raises:
         MissingExtraError: A package of one is not installed.
     """
     if config.logging.tensorboard:
         with from_extra("train", "logging.tensorboard=True"):
-            if importlib.util.find_spec("tensorboardX") is None:
-                raise ModuleNotFoundError(name="tensorboardX")
+            if importlib.util.find_spec("tensorboard") is None:
+                raise ModuleNotFoundError(name="tensorboard")
     if config.logging.wandb is not None:
         with from_extra("wandb", f"logging.wandb={config.logging.wandb}"):
             import wandb  # noqa: F401

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import RecordWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+# These parts alone: writers of whole logs import PyTorch or TensorFlow where it is installed, which takes seconds.
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from rnnlib.training.loggers import Logger, Split
 
@@ -19,7 +20,7 @@ class TensorBoardLogger(Logger):
     """TensorBoard events of a run, in a file made for the first of them.
 
     They are an extra: where they cannot be written, that is told once and the rest are left out. Written in this
-    thread: tensorboardX's `SummaryWriter` has one of its own, and waits for it for ever once an error has ended it.
+    thread: writers with one of their own may wait for it for ever once an error has ended it.
     """
 
     def __init__(self, folder: Path, *, last_step: int, tell: Callable[[str], None]):
@@ -53,7 +54,7 @@ class TensorBoardLogger(Logger):
         self._folder.mkdir(exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-        self._writer = RecordWriter(str(self._folder / name))
+        self._writer = RecordWriter((self._folder / name).open("wb"))
         self._write_event(file_version="brain.Event:2")
         # Events after the checkpoint are taken back: the resumed run writes those steps again.
         self._write_event(step=self._last_step + 1, session_log=SessionLog(status=SessionLog.START))

@@ -2,17 +2,18 @@ import dataclasses
 import errno
 import io
 import math
+import os
 import struct
 import subprocess
 import sys
 import threading
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from rnnlib.extras import MissingExtraError
 from rnnlib.training import Evaluation, ProgressReporter, StepReport, Trainer, plot_losses, read_csv
-from rnnlib.training.loggers import CsvLogger, check_loggers
+from rnnlib.training.loggers import CsvLogger
 from rnnlib.training.metrics import TRAIN_FIELDS, VALIDATION_FIELDS
 from rnnlib.training.tensorboard import TensorBoardLogger
 
@@ -47,18 +48,31 @@ class RunLog:
             logger.close()
 
 
-def test_tensorboardx_is_not_imported_to_look_for_it(tiny_config, monkeypatch):
-    monkeypatch.delitem(sys.modules, "tensorboardX")
-    assert tiny_config.logging.tensorboard
-    check_loggers(tiny_config)
-    assert "tensorboardX" not in sys.modules
+def test_events_are_written_without_other_frameworks(tmp_path):
+    """PyTorch and TensorFlow take seconds to import; here they are in the way of whoever does."""
+    for name in ("torch", "tensorflow"):
+        (tmp_path / f"{name}.py").write_text(f"print('{name} was imported')")
+    program = """
+import sys
+from pathlib import Path
+from tests.training.test_metrics import RunLog, train_row
+
+log = RunLog(Path(sys.argv[1]))
+log.train(train_row(1))
+log.close()
+"""
+    command, paths = [sys.executable, "-c", program, str(tmp_path)], [str(tmp_path), *sys.path]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert len(list(read_events(tmp_path / "tensorboard"))) == 3
 
 
 def test_loggers_without_their_package_are_one_line_and_leave_nothing(tmp_path, tiny_config, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.delitem(sys.modules, "rnnlib.training.tensorboard", raising=False)
     with pytest.raises(
-        MissingExtraError, match=r"logging.tensorboard=True needs tensorboardX, .* pip install 'rnnlib\[train\]'"
+        MissingExtraError, match=r"logging.tensorboard=True needs tensorboard, .* pip install 'rnnlib\[train\]'"
     ):
         Trainer(tiny_config)
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -205,7 +219,7 @@ def test_an_event_file_that_cannot_be_opened_or_closed_is_told_once(tmp_path, mo
         def no_space(*arguments):
             raise OSError(errno.ENOSPC, "no space left")
 
-        monkeypatch.setattr("tensorboardX.RecordWriter.flush", no_space)
+        monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.flush", no_space)
     log.close()
     log.close()
     assert len(told) == 1 and "cannot be written" in told[0]
