@@ -66,7 +66,7 @@ def keep_compiled_programs(folder: str | None) -> pathlib.Path | None:
             return None
         raise CommandError(f"--compilation-cache {folder}: {error.strerror}, expected a folder or off") from error
     jax.config.update("jax_compilation_cache_dir", str(path))
-    # Short ones, too: the first parameters of a model are a hundred small programs.
+    # Short ones, too: the first parameters of a model are dozens of small programs.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if importlib.util.find_spec("filelock") is not None:  # without it JAX cannot keep the folder small
         jax.config.update("jax_compilation_cache_max_size", _LARGEST)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from rnnlib.configuration import to_plain
@@ -24,6 +25,7 @@ from rnnlib.training.auto_remat import RematChoice, choose_remat
 from rnnlib.training.batches import abstract_batch, check_batch_size, check_length
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.distributed import broadcast_from_primary
+from rnnlib.training.eager import evaluate
 from rnnlib.training.evaluation import evaluation_view
 from rnnlib.training.flops import PEAK, step_flops
 from rnnlib.training.kernels_ahead import compile_kernels_ahead
@@ -83,17 +85,18 @@ class CompiledSteps:
         check_fits(config.model)
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         # Shapes alone: a model that does not fit its own sizes fails here, and in seconds.
-        self._abstract_model = model = nnx.eval_shape(self._new_model)
+        self._making_model, parts = jax.make_jaxpr(lambda: nnx.split(self._new_model()), return_shape=True)()
+        self._abstract_model = model = nnx.merge(*parts)
         self.mesh: Mesh | None = None
         self.adaptation = self._adaptation(model)
-        self.template: TrainState = self._abstract_state_of(model)
+        self._making_state, self.template = self._traced_state_of(model)
         self._initial = initial
         if initial is not None:
             _check_same_arrays(model, initial)
         self.mesh = self._fitting_mesh()
         if tp_size(self.mesh) > 1:  # parameters then say how they are sharded
             self.adaptation = self._adaptation(model)
-            self.template = self._abstract_state_of(model)
+            self._making_state, self.template = self._traced_state_of(model)
         check_batch_size(config.data.batch_size, config.accumulation_steps, self.mesh)
         check_length(config.data.sequence_length, self.mesh)
         self.train_step: Any = self._make_train_step(split_for_mesh(model, self.mesh)[0])
@@ -234,17 +237,17 @@ class CompiledSteps:
     def _new_model(self) -> DecoderLM:
         return DecoderLM(self.config.model, rngs=nnx.Rngs(self.config.seed))
 
-    def _abstract_state_of(self, model: DecoderLM) -> TrainState:
-        """Shapes of `_new_state`, of the model's own: building a deep one again would take seconds."""
-        graphdef, variables = nnx.split(model)
+    def _state_of(self, variables: Any) -> TrainState:
+        """The state that begins with a model's variables."""
+        model = nnx.merge(nnx.graphdef(self._abstract_model), variables)
+        return init_train_state(model, self._optimizer, self.mesh, self.adaptation)[1]
 
-        def state(variables: Any) -> TrainState:
-            return init_train_state(nnx.merge(graphdef, variables), self._optimizer, self.mesh, self.adaptation)[1]
-
-        return jax.eval_shape(state, variables)
+    def _traced_state_of(self, model: DecoderLM) -> tuple[ClosedJaxpr, TrainState]:
+        """What makes the state of a model's variables, and the state's shapes."""
+        return jax.make_jaxpr(self._state_of, return_shape=True)(nnx.state(model))
 
     def _new_state(self) -> TrainState:
-        return init_train_state(self._new_model(), self._optimizer, self.mesh, self.adaptation)[1]
+        return self._state_of(nnx.state(self._new_model()))
 
     def first_state(self) -> TrainState:
         """The state before the first step, placed on the devices; it takes the arrays of `initial`."""
@@ -253,7 +256,8 @@ class CompiledSteps:
             self._initial = None  # the first step takes its arrays
             return put_state(state, self.mesh)
         if self.mesh is None or self.mesh.shape["fsdp"] * tp_size(self.mesh) == 1:
-            return put_state(self._new_state(), self.mesh)
+            arrays = evaluate(self._making_state, *evaluate(self._making_model))
+            return put_state(jax.tree.unflatten(jax.tree.structure(self.template), arrays), self.mesh)
         # Made in shards: no device ever holds the whole. A compiled start differs from the other in the last bits.
         return jax.jit(self._new_state, out_shardings=state_shardings(self.template, self.mesh))()
 
