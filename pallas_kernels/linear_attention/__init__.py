@@ -19,7 +19,8 @@ With `G_r` the log decay added up to token r, output and gradients are one kind 
 The backward runs `linear_sums` three times: for dq, for dk and dv from the last token to the first. Saved for it: the
 arguments, the decay's sums and the splits' starting states. The gradient of the decay is a difference of products
 that the same kernels leave (`vjp`). With one split there is nothing to add up before, and the two kernels
-in the middle do not run. A channel-wise decay weighs channels and not pairs: such calls take the kernels of
-`delta_rule` without the inverse, in Triton or Mosaic GPU. The time goes to the products, at 60 to 75 % of the bound
+in the middle do not run, but where devices share rows (`row_shards`) and exchange what their shards add. A
+channel-wise decay weighs channels and not pairs: such calls take the kernels of `delta_rule` without the inverse, in
+Triton or Mosaic GPU. The time goes to the products, at 60 to 75 % of the bound
 (`experiments/kernel_benchmarks/BOUNDS.md`).
 """

@@ -69,10 +69,9 @@ def shard_reason(q: Array, log_decay: Array | None) -> str | None:
         q: queries `[B, T, H, K]`, of a call that the backend serves where rows are whole.
         log_decay: log decay, or None.
     """
-    reason = delta_rule.shard_reason(q, "triton")
-    if reason is None and not is_channel_wise(log_decay):
-        return "shards of rows under a decay that is not of one number a channel"
-    return reason
+    if is_channel_wise(log_decay) or q.shape[1] == 1:
+        return delta_rule.shard_reason(q, "triton")
+    return None
 
 
 def _narrow_heads(
@@ -188,7 +187,7 @@ def linear_attention(
         from pallas_kernels.linear_attention.mosaic_gpu import vjp
 
         padded = pad_inputs(inputs)
-        mosaic_options = vjp.choose_options(padded, options.scale, diagonal_size)
+        mosaic_options = vjp.choose_options(padded, options.scale, diagonal_size, context_axis)
         out, state = crop_results(inputs, vjp.linear_pass(mosaic_options, padded))
     else:
         out, state = crop_results(inputs, run(options, pad_inputs(inputs)))

@@ -12,6 +12,7 @@ over the chunks of a split and keeps the state, `sum key value^T` over the chunk
 state goes to memory. The states at the splits' starts come from an elementwise scan over what each split adds.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from pallas_kernels.common.triton.decay_rows import Rows, decay_rows, loaded_dec
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.triton.pairs import diagonal, weigh_pairs
 from pallas_kernels.delta_rule.inputs import Inputs
+from pallas_kernels.linear_attention.row_shards import boundary_of_shard
 
 
 class Places(NamedTuple):
@@ -78,10 +80,9 @@ def _addition(key: Array, value: Array, factor: Array | None) -> Array:
     return dot_tn(key, value)
 
 
-def _increments_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool):
+def _increments_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool, parts: int):
     """The sum that one split adds to the state, and the factor by which the state decays over it."""
-    parts = kernel_shape.num_splits - 1
-    split = lax.rem(pl.program_id(2), parts) + (1 if reverse else 0)
+    split = lax.rem(pl.program_id(2), parts) + (kernel_shape.num_splits - parts if reverse else 0)
     first, count = split_range(kernel_shape, split)
 
     def body(m, carry):
@@ -225,6 +226,7 @@ def states_of_splits(
     boundary: Array | None,
     launches: tuple[KernelConfig, KernelConfig],
     reverse: bool = False,
+    context_axis: str | None = None,
 ) -> Array:
     """What the tokens before each split (`reverse`: after it) add up to: `sum key value^T` under the decay.
 
@@ -237,16 +239,18 @@ def states_of_splits(
         boundary: `[B, HV, A, D]`, what is there before the first token (`reverse`: after the last); None for zero.
         launches: of the two kernels: what splits add, and the scan over them.
         reverse: from the last split to the first.
+        context_axis: the mesh axis over which tokens are split. The boundary is then before the first device's tokens,
+            but in `reverse` after this device's: later devices add to it.
 
     Returns:
         `[B, HV, P, A, D]` float32.
     """
     p = kernel_shape
-    if p.num_splits == 1:
+    if p.num_splits == 1 and context_axis is None:
         shape = (p.batch, p.value_heads, 1, p.key_size, p.value_size)
         return jnp.zeros(shape, jnp.float32) if boundary is None else boundary.astype(jnp.float32)[:, :, None]
     increments, scan = launches
-    parts = p.num_splits - 1
+    parts = p.num_splits - (1 if context_axis is None else 0)
     block = min(increments.block, p.value_size)
 
     def at(c, h, z):
@@ -276,10 +280,46 @@ def states_of_splits(
         kernel_shape=p,
         block=block,
         reverse=reverse,
+        parts=parts,
     )
     found, left = results["added"], results["kept_of_split"]
     assert found is not None
+    if context_axis is not None:
+        return scan_shard(p, found, left, boundary, scan, context_axis, reverse=reverse)
     return scan_splits(p, found, left, boundary, scan, reverse=reverse)
+
+
+def scan_shard(
+    kernel_shape: KernelShape,
+    added: Array,
+    kept: Array | None,
+    boundary: Array | None,
+    launch: KernelConfig,
+    axis: str,
+    *,
+    reverse: bool = False,
+) -> Array:
+    """`scan_splits` on a shard of rows that devices share, from what all splits add.
+
+    Args:
+        kernel_shape: static facts.
+        added: of all P splits, or of all their pieces.
+        kept: likewise; None for all.
+        boundary: before the first device's tokens, but in `reverse` after this device's; None for zero.
+        launch: as of `scan_splits`.
+        axis: the mesh axis over which tokens are split.
+        reverse: from the last split, and the last device, to the first.
+    """
+    p, pieces = kernel_shape, added.shape[2] // kernel_shape.num_splits
+    one_more = dataclasses.replace(p, num_splits=p.num_splits + 1)
+    last = 0 if reverse else -1  # in the order of the scan
+    offset = scan_splits(one_more, added, kept, None, launch, reverse=reverse)[:, :, last]
+    boundary = boundary_of_shard(kept, offset, boundary, axis, reverse=reverse)
+    if p.num_splits == 1:
+        return boundary[:, :, None]
+    others = slice(pieces, None) if reverse else slice(None, -pieces)
+    kept = None if kept is None else kept[:, :, others]
+    return scan_splits(p, added[:, :, others], kept, boundary, launch, reverse=reverse)
 
 
 def scan_splits(

@@ -22,6 +22,7 @@ from pallas_kernels.linear_attention.gradients import (
     with_divisible_gate,
     without_flat,
 )
+from pallas_kernels.linear_attention.row_shards import initial_state_gradient
 from pallas_kernels.linear_attention.triton import Places, rows_of, states_of_splits, sums
 
 
@@ -42,7 +43,8 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any
     kernel_shape, config, x = _problem(options, inputs), options.config, with_divisible_gate(inputs)
     launches = config.increments, config.scan
     rows = rows_of(kernel_shape, x)
-    split_states = states_of_splits(kernel_shape, x, rows, x.k, x.v, x.initial_state, launches)
+    axis = options.context_axis
+    split_states = states_of_splits(kernel_shape, x, rows, x.k, x.v, x.initial_state, launches, context_axis=axis)
     found = sums(
         kernel_shape,
         x,
@@ -67,9 +69,8 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     is_exact = has_decay and (x.q.dtype == jnp.float32 or size > 1)
     # The kernel multiplies its sums by the scale at the end, the first state included: hence the division.
     launches = options.config.increments, options.config.scan
-    ends = states_of_splits(
-        kernel_shape, x, rows, x.q, d_out, d_final_state / kernel_shape.scale, launches, reverse=True
-    )
+    d_final, axis = d_final_state / kernel_shape.scale, options.context_axis
+    ends = states_of_splits(kernel_shape, x, rows, x.q, d_out, d_final, launches, reverse=True, context_axis=axis)
     d_q = sums(
         swapped,
         x,
@@ -128,7 +129,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         v=d_v.out,
         write=None if d_write is None else d_write.astype(inputs.write.dtype),
         log_decay=d_log_decay,
-        initial_state=None if x.initial_state is None else (kernel_shape.scale * d_v.end).astype(x.initial_state.dtype),
+        initial_state=initial_state_gradient(x, kernel_shape.scale * d_v.end, axis),
         diagonal=diagonal_gradient(x, d_out, size, kernel_shape.scale) if has_diagonal else None,
     )
     return (gradients,)

@@ -40,6 +40,7 @@ def tokens(random, length):
         "beta": random.uniform(size=(B, length, HV)),
         "erase": random.uniform(size=(B, length, HV, K)),
         "write": random.uniform(size=(B, length, HV, V)),
+        "gate": random.uniform(size=(B, length, HV)),
         "diagonal": random.uniform(size=(B, length, HV)),
         "write_key": unit(B, length, HV, K),
         "decay": -random.exponential(0.02, (B, length, HV)),
@@ -50,7 +51,8 @@ def tokens(random, length):
 
 def rule(*names, decay=None, beta=True, operator=ops.gated_delta_rule):
     def call(a, state, ids, implementation):
-        options = {name: a[name] for name in names} | ({"beta": a["beta"]} if beta else {})
+        options = {"write" if name == "gate" else name: a[name] for name in names}
+        options |= {"beta": a["beta"]} if beta else {}
         if decay is not None:
             options["log_decay"] = a[decay]
         options |= {"segment_ids": ids, "implementation": implementation}
@@ -77,6 +79,7 @@ OPERATORS = {
     "dplr, two steps": dplr(-5.0),
     "linear attention": rule(beta=False, operator=ops.linear_attention),
     "linear attention, decay": rule("diagonal", decay="decay", beta=False, operator=ops.linear_attention),
+    "linear attention, gates": rule("gate", "diagonal", decay="decay", beta=False, operator=ops.linear_attention),
     "linear attention, decay by channel": rule(decay="channel_decay", beta=False, operator=ops.linear_attention),
 }
 

@@ -16,6 +16,7 @@ from tests.processes import result_of
 from .kernels_on_context_shards import OPERATORS as KERNELS
 from .on_context_shards import OPERATORS, SLOW
 
+ALWAYS = ["decay", "linear attention, gates", "linear attention, decay by channel"]
 MESH = AbstractMesh((4,), ("context",), axis_types=(AxisType.Auto,))
 
 
@@ -42,9 +43,9 @@ def test_devices_that_share_tokens_are_one(names):
 @pytest.mark.parametrize(
     "names",
     [
-        ["decay", "linear attention, decay by channel"],
+        ALWAYS,
         pytest.param(
-            [name for name in KERNELS if name not in ("decay", "linear attention, decay by channel")],
+            [name for name in KERNELS if name not in ALWAYS],
             marks=pytest.mark.slow,
         ),
     ],
@@ -98,8 +99,8 @@ def test_what_has_no_maps_runs_once_more():
         delta_rule.gated_delta_rule(*[q[..., :16]] * 3, context_axis="context", backend="mosaic_mma")
     with pytest.raises(NotImplementedError, match="shards of rows of a single token"):
         linear_attention.linear_attention(*[q[:, :1]] * 3, context_axis="context")
-    with pytest.raises(NotImplementedError, match="shards of rows under a decay that is not of one number a channel"):
-        linear_attention.linear_attention(*[q[..., :16]] * 3, context_axis="context")
+    with pytest.raises(NotImplementedError, match="shards of rows with key size 160"):
+        linear_attention.linear_attention(q, q, q, log_decay=-q, context_axis="context")
 
 
 def on_context_shards(function, *shapes):

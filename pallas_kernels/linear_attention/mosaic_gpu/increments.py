@@ -57,13 +57,13 @@ def _increments_kernel(
             r.kept_of_piece[place.batch, place.head, place.split] = left
 
 
-def _pieces(kernel_shape: KernelShape, num_compute_warpgroups: int, processors: int) -> int:
+def _pieces(kernel_shape: KernelShape, parts: int, num_compute_warpgroups: int, processors: int) -> int:
     """Equal pieces of a part whose increments are found side by side: no processor has two programs.
 
     The last part adds to no other, so that with two parts half of the processors would have nothing to do.
     """
     p, pieces = kernel_shape, 1
-    programs = p.batch * p.value_heads * (p.value_size // (SIDE * num_compute_warpgroups)) * (p.num_splits - 1)
+    programs = p.batch * p.value_heads * (p.value_size // (SIDE * num_compute_warpgroups)) * parts
     while 2 * pieces * programs <= processors:
         finer = dataclasses.replace(p, num_splits=2 * pieces * p.num_splits)
         if finer.chunks_per_split < _FEWEST_CHUNKS or 2 * pieces * finer.chunks_per_split != p.chunks_per_split:
@@ -81,23 +81,26 @@ def increments(
     reverse: bool,
     num_compute_warpgroups: int,
     processors: int,
+    of_last: bool = False,
 ) -> tuple[Array, Array | None]:
     """What each part of a sequence adds to the state, all but the last part (`reverse`: the first).
 
-    Arguments as `sums`, and the number of the card's multiprocessors.
+    Arguments as `sums`, the number of the card's multiprocessors, and whether the last part is asked for too.
 
     Returns:
         Transposed, `[B, HV, P - 1, D, A]` float32, and what is left over a part of the state before it,
-        `[B, HV, P - 1]` float32, None for all. Where parts are cut into pieces, as many times more of both.
+        `[B, HV, P - 1]` float32, None for all; P of both with `of_last`. Where parts are cut into pieces, as many times
+        more of both.
     """
-    pieces = _pieces(kernel_shape, num_compute_warpgroups, processors)
+    parts = kernel_shape.num_splits - (0 if of_last else 1)
+    pieces = _pieces(kernel_shape, parts, num_compute_warpgroups, processors)
     in_pieces = dataclasses.replace(kernel_shape, num_splits=kernel_shape.num_splits * pieces)
     # Programs are started for those alone that a later part reads.
-    count, has_writes = in_pieces.num_splits - pieces, "writes" in factors.names
+    count, has_writes = parts * pieces, "writes" in factors.names
     p = dataclasses.replace(kernel_shape, num_splits=count)
 
     def span(r: Any, buffers: Any, place: Any, kernel_shape: KernelShape) -> tuple[Any, Any]:
-        return split_span(in_pieces, place.split + (pieces if reverse else 0))
+        return split_span(in_pieces, place.split + (in_pieces.num_splits - count if reverse else 0))
 
     line = (factors.names.index("writes"), 1) if has_writes else None
     tiles = chunk_tiles(p, Places(key, key, value), line, num_compute_warpgroups)

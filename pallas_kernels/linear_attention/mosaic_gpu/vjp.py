@@ -29,7 +29,8 @@ from pallas_kernels.linear_attention.mosaic_gpu.decay import (
 from pallas_kernels.linear_attention.mosaic_gpu.decay_gradient import log_decay_gradient
 from pallas_kernels.linear_attention.mosaic_gpu.increments import increments
 from pallas_kernels.linear_attention.mosaic_gpu.sums import Places, Wanted, sums
-from pallas_kernels.linear_attention.triton import scan_splits
+from pallas_kernels.linear_attention.row_shards import initial_state_gradient
+from pallas_kernels.linear_attention.triton import scan_shard, scan_splits
 
 _SHARED_MEMORY = 216 * 1024
 _SCAN = KernelConfig(num_warps=4, num_stages=1, block=8, inner=8)
@@ -44,15 +45,17 @@ class Options:
         num_splits: splits of a sequence, which run side by side.
         processors: multiprocessors of the card.
         diagonal_size: rows of a token, where there is a diagonal.
+        context_axis: mesh axis over which tokens are split; None where each device has whole rows.
     """
 
     scale: float
     num_splits: int
     processors: int
     diagonal_size: int = 1
+    context_axis: str | None = None
 
 
-def choose_options(inputs: Inputs, scale: float, diagonal_size: int = 1) -> Options:
+def choose_options(inputs: Inputs, scale: float, diagonal_size: int = 1, context_axis: str | None = None) -> Options:
     """Options of a call on padded inputs: as many splits of a sequence as leave no processor two programs.
 
     More splits would be passed over twice for programs that wait for one another; measured on an H100 at 8 heads of
@@ -63,7 +66,7 @@ def choose_options(inputs: Inputs, scale: float, diagonal_size: int = 1) -> Opti
     programs, parts = batch * heads * (size // SIDE), 1
     while 2 * parts * programs <= processors and 4 * parts <= length // CHUNK:
         parts *= 2
-    return Options(scale, parts, processors, diagonal_size)
+    return Options(scale, parts, processors, diagonal_size, context_axis)
 
 
 def _kernel_shape(options: Options, inputs: Inputs) -> KernelShape:
@@ -103,8 +106,12 @@ def _folded(
     *,
     reverse: bool,
 ) -> Array | None:
-    """States at the splits' starts (`reverse`: ends), transposed, `[B, HV, P, D, A]`; None for zero."""
-    if kernel_shape.num_splits == 1:
+    """States at the splits' starts (`reverse`: ends), transposed, `[B, HV, P, D, A]`; None for zero.
+
+    The boundary is as of `states_of_splits` in `pallas_kernels.linear_attention.triton`, transposed.
+    """
+    axis = options.context_axis
+    if kernel_shape.num_splits == 1 and axis is None:
         return None if boundary is None else boundary.astype(jnp.float32)[:, :, None]
     added, kept = increments(
         kernel_shape,
@@ -114,7 +121,10 @@ def _folded(
         reverse=reverse,
         num_compute_warpgroups=_groups(kernel_shape, options),
         processors=options.processors,
+        of_last=axis is not None,
     )
+    if axis is not None:
+        return scan_shard(kernel_shape, added, kept, boundary, _SCAN, axis, reverse=reverse)
     return scan_splits(kernel_shape, added, kept, boundary, _SCAN, reverse=reverse)
 
 
@@ -204,8 +214,8 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         d_diagonal = by_token(_summed(d_q.diagonal)).astype(x.diagonal.dtype)
     if has_decay:
         d_log_decay = log_decay_gradient(kernel_shape, x, back, d_q, d_k)
-    if x.initial_state is not None and d_v.end is not None:
-        d_initial_state = (kernel_shape.scale * d_v.end).astype(x.initial_state.dtype)
+    if d_v.end is not None:
+        d_initial_state = initial_state_gradient(x, kernel_shape.scale * d_v.end, options.context_axis)
     gradients = Inputs(
         q=of_key_heads(d_q.out, x.q),
         k=of_key_heads(d_k.out, x.k),

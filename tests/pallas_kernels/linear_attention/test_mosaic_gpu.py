@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.delta_rule.inputs import crop_results, make_inputs, pad_inputs
-from pallas_kernels.linear_attention import api
+from pallas_kernels.linear_attention import api, row_shards
 from pallas_kernels.linear_attention.mosaic_gpu import vjp
 from pallas_kernels.linear_attention.mosaic_gpu.decay import Factors, factors_of
 from pallas_kernels.linear_attention.mosaic_gpu.decay_gradient import log_decay_gradient
@@ -145,6 +147,69 @@ def test_pieces_of_parts_add_up_to_what_the_parts_add(reverse):
     (one, expected), (two, found) = states(1), states(132)
     assert (one, two) == (1, 2)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("parts", mostly_slow([1, 2], [2]))
+def test_two_shards_of_rows_are_the_whole_rows(parts, monkeypatch):
+    """One after another on one device: what is exchanged is kept from the shard that found it."""
+    mosaic_interpreter.install()
+    random, half = np.random.default_rng(0), 4 * CHUNK
+    q, k, v, d_out = jnp.asarray(random.standard_normal((4, 1, 2 * half, 1, 64)), jnp.bfloat16)
+    log_decay, write = -jnp.asarray(random.random((2, 1, 2 * half, 1)), jnp.float32) / 256
+    state, d_state = jnp.asarray(random.standard_normal((2, 1, 1, 64, 64)), jnp.float32)
+
+    def call(axis, q, k, v, write, log_decay, state):
+        options = vjp.Options(0.125, parts, 132, context_axis=axis)
+        return vjp.linear_pass(options, make_inputs(q, k, v, None, None, write, log_decay, state, None))
+
+    tokens = q, k, v, -write, log_decay
+    (out, final), pull_back = jax.vjp(functools.partial(call, None), *tokens, state)
+    expected = out, final, *pull_back((d_out, d_state))
+
+    maps: dict[tuple[int, bool], Any] = {}
+    shard = 0
+
+    def entering(transition, offset, boundary, product, axis, *, reverse=False):
+        maps[shard, reverse] = transition, offset
+        if shard == (1 if reverse else 0):
+            return boundary
+        before, added = maps[1 - shard, reverse]
+        return product(before, boundary) + added
+
+    monkeypatch.setattr(row_shards, "entering", entering)
+    monkeypatch.setattr(row_shards, "of_first_shard", lambda x, axis: x if shard == 0 else jnp.zeros_like(x))
+    outs, pulls = [], []
+    for shard in range(2):
+        own = (x[:, shard * half : (shard + 1) * half] for x in tokens)
+        (out, final), pull = jax.vjp(functools.partial(call, "rows"), *own, state)
+        outs.append(out)
+        pulls.append(pull)
+    gradients = {}
+    for shard in (1, 0):
+        d_final = d_state if shard == 1 else jnp.zeros_like(d_state)
+        gradients[shard] = pulls[shard]((d_out[:, shard * half : (shard + 1) * half], d_final))
+    joined = [jnp.concatenate(pair, axis=1) for pair in zip(gradients[0][:-1], gradients[1][:-1], strict=True)]
+    found = jnp.concatenate(outs, axis=1), final, *joined, gradients[0][-1] + gradients[1][-1]
+    for x, right in zip(found, expected, strict=True):
+        assert relative_error(x, right) < 3e-3
+
+
+def test_a_shard_of_rows_runs_its_operator_once():
+    """Increments and sums and, for the gradient, increments and three sums."""
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H200.abstract_device)
+    x = dict.fromkeys(("q", "k", "v"), jax.ShapeDtypeStruct((1, 16384, 8, 128), jnp.bfloat16))
+    x["log_decay"] = x["write"] = jax.ShapeDtypeStruct((1, 16384, 8), jnp.float32)
+
+    def split_loss(x):
+        with ops.context_axis("x"):
+            return jax.lax.psum(jnp.sum(ops.linear_attention(**x)[0].astype(jnp.float32)), "x")
+
+    spec = P(None, "x")
+    both = jax.value_and_grad(split_loss)
+    gradient = jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=(P(), spec))
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(gradient).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 6
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
