@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from rnnlib.data.tasks import Task, TaskSplit, task_dataset
+from rnnlib.data.tasks import Task, TaskSplit
 from rnnlib.training.evaluation import evaluation_view
 from rnnlib.training.loss import loss_sums
 from rnnlib.training.step import split_model
@@ -150,6 +150,8 @@ def evaluate_lengths(
     Returns:
         The evaluation at each length.
     """
+    from rnnlib.data.tasks import task_dataset
+
     return {
         length: evaluate_task(
             model,

@@ -3,18 +3,20 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from rnnlib.data import BatchDataset
 from rnnlib.training.batches import Batch, put_batch
 from rnnlib.training.loss import LossSums, bits_per_byte
 from rnnlib.training.mesh import param_shardings, replicated
 from rnnlib.training.step import make_evaluation_step, split_for_mesh
+
+if TYPE_CHECKING:
+    from rnnlib.data import BatchDataset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,7 @@ def evaluate(
     return evaluate_with(step, parameters, jax.device_put(other, replicated(mesh)), batches, mesh)
 
 
-def spread_batches(dataset: BatchDataset, count: int | None) -> Iterator[Batch]:
+def spread_batches(dataset: "BatchDataset", count: int | None) -> Iterator[Batch]:
     """Reads `count` batches at even distances through a finite dataset, always the same ones; None or too many: all.
 
     The first batches alone would be a few documents, and say little about the rest.

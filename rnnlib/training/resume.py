@@ -2,17 +2,19 @@
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
-from rnnlib.data.pipeline import BatchIterator
 from rnnlib.training.checkpoint import Checkpoints
 from rnnlib.training.compiled_steps import CompiledSteps
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.distributed import broadcast_from_primary
 from rnnlib.training.run import RunError, load_base, save_base
 from rnnlib.training.step import TrainState, put_state, state_shardings
+
+if TYPE_CHECKING:
+    from rnnlib.data import BatchIterator
 
 
 class StartingPoint(NamedTuple):
@@ -34,7 +36,7 @@ def starting_point(
     config: TrainConfig,
     steps: CompiledSteps,
     checkpoints: Checkpoints,
-    batches: BatchIterator,
+    batches: "BatchIterator",
     *,
     resume: bool,
     validation_fingerprint: str,

@@ -10,14 +10,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
 
 from pallas_kernels.common.platform import platform
 from rnnlib.configuration import from_plain, to_plain
-from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
+from rnnlib.data import Tokenizer, load_tokenizer
 from rnnlib.data.chat import ChatEncoder, chat_encoder
 from rnnlib.models import DecoderLM
 from rnnlib.models.variables import count_values, fuse_columns
@@ -50,6 +50,9 @@ from rnnlib.training.run import (
 )
 from rnnlib.training.signals import StopSignals
 from rnnlib.training.step import StepMetrics, split_model
+
+if TYPE_CHECKING:
+    from rnnlib.data import BatchDataset
 
 
 class _Interrupted(Exception):
@@ -151,12 +154,14 @@ class Trainer:
             hook.every = every
         self._added_hooks.append(hook)
 
-    def read_data(self) -> tuple[BatchDataset, BatchDataset]:
+    def read_data(self) -> "tuple[BatchDataset, BatchDataset]":
         """Training and validation data, read when first asked for.
 
         Raises:
             ValueError: if a path or name in the config is wrong, or a split is empty.
         """
+        from rnnlib.data import make_dataset  # grain is imported here, on a GPU while XLA compiles
+
         if self._data is None:
             data, parts = self.config.data, self.config.accumulation_steps
             rows = process_rows(self._steps.mesh, data.batch_size, parts)

@@ -76,6 +76,20 @@ assert time.process_time() < 1, time.process_time()
         assert re.search(r"rnnlib export .*FOLDER OUTPUT", process.stdout)
 
 
+def test_train_imports_before_it_traces_what_that_takes():
+    program = """
+import sys
+import rnnlib.cli.train
+heavy = {"grain", "orbax", "matplotlib", "tensorboard", "wandb", "lm_eval", "transformers", "torch"} & set(sys.modules)
+assert not heavy, heavy
+import rnnlib.data, rnnlib.data.tasks
+for module in (rnnlib.data, rnnlib.data.tasks):
+    assert all(hasattr(module, name) for name in module.__all__) and not hasattr(module, "absent")
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
 @pytest.mark.parametrize(
     "script, uv, expected",
     [

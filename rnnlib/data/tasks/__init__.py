@@ -1,10 +1,15 @@
 """Synthetic tasks as data: example i is a pure function of (seed, split, i)."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from rnnlib.extras import from_extra
+
+if TYPE_CHECKING:
+    from rnnlib.data.tasks.dataset import TaskExamples, task_arrays, task_dataset
 
 with from_extra("train", "rnnlib.data.tasks"):
     from rnnlib.data.tasks.base import TASK_SPLITS, Example, Task, TaskSplit
-    from rnnlib.data.tasks.dataset import TaskExamples, task_arrays, task_dataset
     from rnnlib.data.tasks.mad import (
         Compression,
         FuzzyRecall,
@@ -22,6 +27,9 @@ with from_extra("train", "rnnlib.data.tasks"):
     from rnnlib.data.tasks.ruler import CommonWords, FrequentWords, VariableTracking
     from rnnlib.data.tasks.stack import Stack
     from rnnlib.data.tasks.state_tracking import ModularArithmetic, Parity, Permutations
+
+# Made of grain, which is imported when it is first used, as in `rnnlib.data`.
+_OF_DATASET = ("TaskExamples", "task_arrays", "task_dataset")
 
 __all__ = [
     "MQAR",
@@ -53,3 +61,10 @@ __all__ = [
     "task_dataset",
     "task_names",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_DATASET:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with from_extra("train", f"{__name__}.{name}"):
+        return getattr(importlib.import_module(f"{__name__}.dataset"), name)
