@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,8 @@ SPANS = {
     "step compiled by XLA": "backend_compile_duration",
 }
 """Parts of the stages, and the event of `jax.monitoring` that has their seconds."""
+PROGRAMS = ("step", "gradients_of", "update")
+"""Names of the step's programs: one of all, or two."""
 _LOSSES = 3
 STATES = ("first", "warm", "traced", "cold")
 
@@ -83,12 +86,17 @@ def stages(begin: float, recorded: dict[str, Any], argv: list[str]) -> None:
     import jax
 
     spans = dict.fromkeys(SPANS, 0.0)
+    of_programs: dict[str, dict[str, float]] = {span: {} for span in SPANS}
 
     def listen(event: str, duration_secs: float, **about: str | int) -> None:
-        if str(about.get("fun_name")).rpartition(".")[2] in ("step", "jit(step)", "jit_step"):
+        program = re.sub(r"^jit[(_]|\)$", "", str(about.get("fun_name")).rpartition(".")[2])
+        if program in PROGRAMS:
             for span, name in SPANS.items():
                 if name is not None and event.endswith(name):
-                    spans[span] = max(spans[span], duration_secs)
+                    of_programs[span][program] = max(of_programs[span].get(program, 0.0), duration_secs)
+                    # XLA compiles them side by side.
+                    total = max if name.startswith("backend_compile") else sum
+                    spans[span] = total(of_programs[span].values())
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     arguments = train.parse_settings(train.TrainArguments, argv, command="train")

@@ -7,7 +7,7 @@ import math
 import pathlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -29,10 +29,13 @@ from rnnlib.training.eager import evaluate
 from rnnlib.training.evaluation import evaluation_view
 from rnnlib.training.flops import PEAK, step_flops
 from rnnlib.training.kernels_ahead import compile_kernels_ahead
+from rnnlib.training.loss import LossSums
 from rnnlib.training.memory import bytes_of_each_device, check_fits, device_bytes
 from rnnlib.training.mesh import make_mesh, mesh_sizes, param_shardings, tp_size
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
+from rnnlib.training.separate_step import SeparateStep, without_optimizer
 from rnnlib.training.step import (
+    StepGradients,
     StepMetrics,
     TrainState,
     abstract_state,
@@ -49,6 +52,10 @@ COMPILING = "rnnlib-compiling"
 """How the names of threads begin that compile, read or store a step."""
 # Of a config, what no program depends on but by shapes and by the tokenizer's bytes.
 _NOT_COMPUTED = ("checkpoint", "data", "evaluation", "logging")
+_PART_OF_MEMORY = 1 / 32
+"""Of a GPU's memory, what gradients may take for the step to be made of two programs."""
+_SECONDS_OF_STEP = 0.030
+"""Of the model's operations at the GPU's peak, what such a step has at least: the host starts two programs in less."""
 
 
 class CompiledSteps:
@@ -99,7 +106,10 @@ class CompiledSteps:
             self._making_state, self.template = self._traced_state_of(model)
         check_batch_size(config.data.batch_size, config.accumulation_steps, self.mesh)
         check_length(config.data.sequence_length, self.mesh)
-        self.train_step: Any = self._make_train_step(split_for_mesh(model, self.mesh)[0])
+        self._has_separate_update = config.model.remat != "auto" and self._has_small_update()
+        self.train_step: Any = self._make_train_step(
+            split_for_mesh(model, self.mesh)[0], separate_update=self._has_separate_update
+        )
         evaluation_graphdef = split_for_mesh(evaluation_view(model), self.mesh)[0]
         self.evaluation_step = make_evaluation_step(
             evaluation_graphdef, token_bytes, self.mesh, deterministic=config.deterministic
@@ -129,7 +139,8 @@ class CompiledSteps:
         """Traces the training step, so that what does not fit together is an error now; one that is stored fits."""
         if self._compiling is None:
             with warnings.catch_warnings(record=True) as found:
-                jax.eval_shape(self.train_step, self.template, self._abstract_batch())
+                for program, arguments in self._programs():
+                    jax.eval_shape(program, *arguments)
             for each in found:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
             if found:  # a step that is not traced would not warn
@@ -138,13 +149,35 @@ class CompiledSteps:
     def _stored_step(self, folder: pathlib.Path) -> StoredStep:
         config = {name: value for name, value in to_plain(self.config).items() if name not in _NOT_COMPUTED}
         about = {"config": config, "token bytes": self._token_bytes.tolist()}
-        state = abstract_state(self.template, self.mesh)
-        metrics = StepMetrics(*[0] * 7)  # in one process
-        return StoredStep(folder, about, (state, self._abstract_batch()), (state, metrics))
+        state, batch = abstract_state(self.template, self.mesh), self._abstract_batch()
+        result = state, StepMetrics(*[0] * 7)  # in one process
+        calls: list[tuple[tuple[Any, ...], Any]] = [((state, batch), result)]
+        if self._has_separate_update:
+            sums = LossSums(state.updates, state.updates, state.updates)  # scalars, too
+            found = StepGradients(state.parameters, sums, state.other, None)
+            calls = [((without_optimizer(state), batch), found), ((state, found), result)]
+        return StoredStep(folder, about, (state, batch), calls)
 
     def _load(self) -> Any:
         assert self._stored is not None
-        return self._stored.load(jax.local_devices()[:1] if self.mesh is None else list(self.mesh.devices.flat))
+        devices = jax.local_devices()[:1] if self.mesh is None else list(self.mesh.devices.flat)
+        return self._step_of(self._stored.load(devices))
+
+    def _programs(self) -> list[tuple[Any, tuple[Any, ...]]]:
+        """The step's programs, with the arguments that they are lowered for; in the order of a `StoredStep`."""
+        state, batch = abstract_state(self.template, self.mesh), self._abstract_batch()
+        if not isinstance(self.train_step, SeparateStep):
+            return [(self.train_step, (state, batch))]
+        read = without_optimizer(state), batch
+        found = jax.eval_shape(self.train_step.gradients, *read)
+        # XLA takes as long for either, lowering longer for the gradients.
+        return [(self.train_step.gradients, read), (self.train_step.update, (state, found))]
+
+    def _step_of(self, programs: Sequence[Any] | None) -> Any:
+        """The step that compiled programs make."""
+        if programs is None or not self._has_separate_update:
+            return programs and programs[0]
+        return SeparateStep(*programs)
 
     def abstract_model(self) -> DecoderLM:
         """The model with shapes in place of arrays; the caller's own."""
@@ -200,7 +233,22 @@ class CompiledSteps:
         over = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         return f"{count}{f' of {available}' if count < available else ''} x {device.device_kind}{over}{axes}"
 
-    def _make_train_step(self, graphdef: Any) -> Any:
+    def _has_small_update(self) -> bool:
+        """Whether two programs in place of one cost a step little: the gradients', and the optimizer's update.
+
+        A run of two programs starts sooner, since XLA compiles them side by side. Beside its work one GPU then holds
+        all gradients, and the host starts two programs. Where the step is one program, the gradients of matrices take
+        the memory that activations have left.
+        """
+        if jax.default_backend() != "gpu" or self.mesh is not None or jax.process_count() > 1:
+            return False
+        data, parameters = self.config.data, jax.tree.leaves(self.template.parameters)
+        size = sum(x.size * x.dtype.itemsize for x in parameters)
+        # Not known of all devices and mixers, and then no number is larger.
+        seconds = data.batch_size * data.sequence_length * self._token_flops / self._peak_flops
+        return size <= _PART_OF_MEMORY * bytes_of_each_device() and seconds >= _SECONDS_OF_STEP
+
+    def _make_train_step(self, graphdef: Any, *, separate_update: bool = False) -> Any:
         config = self.config
         schedule = learning_rate_schedule(config.optimizer, config.steps)
         return make_train_step(
@@ -211,6 +259,7 @@ class CompiledSteps:
             self.mesh,
             deterministic=config.deterministic,
             adaptation=self.adaptation,
+            separate_update=separate_update,
         )
 
     def _fitting_mesh(self) -> Mesh | None:
@@ -287,24 +336,29 @@ class CompiledSteps:
         """
         with self._lock:
             if self._compiling is None and self.config.model.remat != "auto" and jax.process_count() == 1:
-                lowered = self.train_step.lower(abstract_state(self.template, self.mesh), self._abstract_batch())
-                if self.mesh is None and jax.default_backend() == "gpu":
-                    compile_kernels_ahead(lowered, COMPILING)
-                made = _in_thread(functools.partial(compiled_and_whether_new, lowered))
+                made = []
+                for program, arguments in self._programs():
+                    lowered = program.lower(*arguments)
+                    if self.mesh is None and jax.default_backend() == "gpu":
+                        compile_kernels_ahead(lowered, COMPILING)
+                    made.append(_in_thread(functools.partial(compiled_and_whether_new, lowered)))
                 self._compiling = concurrent.futures.Future()
-                made.add_done_callback(functools.partial(self._finish, self._compiling))
+                _in_thread(functools.partial(self._finish, self._compiling, made))
 
     def _finish(
-        self, result: "concurrent.futures.Future[Any]", made: "concurrent.futures.Future[tuple[Any, bool]]"
+        self,
+        result: "concurrent.futures.Future[Any]",
+        made: "Sequence[concurrent.futures.Future[tuple[Any, bool]]]",
     ) -> None:
-        """Gives a compiled step to whoever waits for it, and stores it while training begins."""
-        if (error := made.exception()) is not None:
+        """Gives the compiled step to whoever waits for it, and stores it while training begins."""
+        try:
+            programs, are_new = zip(*(each.result() for each in made), strict=True)
+        except BaseException as error:
             result.set_exception(error)
             return
-        compiled, is_new = made.result()
-        result.set_result(compiled)
-        if self._stored is not None and is_new:
-            self._stored.save(compiled)
+        result.set_result(self._step_of(programs))
+        if self._stored is not None and all(are_new):
+            self._stored.save(programs)
 
     def finish_compiling(self) -> None:
         """Waits for what `begin_compiling` has begun; from then on `train_step` is the compiled one."""

@@ -34,6 +34,7 @@ from rnnlib.training.mesh import (
     with_tp_axes,
 )
 from rnnlib.training.optimizer import Schedule, gradient_norm, where_finite
+from rnnlib.training.separate_step import SeparateStep, before_conversion, without_optimizer
 
 
 @jax.tree_util.register_dataclass
@@ -296,6 +297,24 @@ def _over_devices(
     return call
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepGradients:
+    """What a training step's forward and backward pass give to its update.
+
+    Attributes:
+        gradients: of the sum of the loss over all tokens, of what is trained.
+        sums: float32 sums of loss, tokens and bytes.
+        other: the model's new variables that are no parameters.
+        stop: as in `StepMetrics`.
+    """
+
+    gradients: Any
+    sums: LossSums
+    other: Any
+    stop: Any
+
+
 def make_train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
@@ -305,6 +324,7 @@ def make_train_step(
     *,
     deterministic: bool = True,
     adaptation: Adaptation | None = None,
+    separate_update: bool = False,
 ) -> TrainStep:
     """Compiles the training step.
 
@@ -320,9 +340,12 @@ def make_train_step(
         mesh: from `make_mesh`; the state is then one that `put_state` put on it. One without devices is for tracing.
         deterministic: on a GPU, the same state and batch give the same bits in every process.
         adaptation: what of the model is trained, as in `init_train_state`.
+        separate_update: make two programs of it, the gradients' and the optimizer's, which compile side by side. All
+            gradients are in memory between them, where one program has them take what activations have left.
 
     Returns:
-        A jitted function of a state (donated) and a batch from `put_batch`, giving the new state and the metrics.
+        A jitted function of a state (donated) and a batch from `put_batch`, giving the new state and the metrics; or a
+        `SeparateStep` of two.
     """
     byte_counts, shards = jnp.asarray(token_bytes, jnp.int32), tp_size(mesh)
 
@@ -363,7 +386,7 @@ def make_train_step(
 
     sums_and_gradients = _over_devices(sums_and_own_gradients, mesh, gradients=True, of=differentiated)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def gradients_of(state: TrainState, batch: Batch) -> StepGradients:
         stop = jnp.max(batch["stop"]) if "stop" in batch else None
         batch = {name: x for name, x in batch.items() if name != "stop"}
         computed_with, to_trained = state.parameters, None
@@ -375,11 +398,14 @@ def make_train_step(
             unchanged = adaptation.unchanged_variables(state.frozen)
         parameters = computed_with if adaptation is None else join(computed_with, unchanged)
         gradients, sums, other = sums_and_gradients(parameters, state.other, batch)
-        sums = LossSums(*sums)
-        scale = 1 / jnp.where(sums.tokens > 0, sums.tokens, 1)
-        gradients = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), gradients, computed_with)
         if to_trained is not None:
-            (gradients,) = to_trained(gradients)
+            (gradients,) = to_trained(jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, computed_with))
+        return StepGradients(gradients, LossSums(*sums), other, stop)
+
+    def update(state: TrainState, found: StepGradients) -> tuple[TrainState, StepMetrics]:
+        sums = found.sums
+        scale = 1 / jnp.where(sums.tokens > 0, sums.tokens, 1)
+        gradients = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), found.gradients, state.parameters)
         norm = gradient_norm(gradients)
         finite = jnp.isfinite(sums.nats) & jnp.isfinite(norm)
         changes, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
@@ -402,11 +428,11 @@ def make_train_step(
             learning_rate=schedule(state.updates),
             finite=finite,
             skipped=skipped,
-            stop=stop,
+            stop=found.stop,
         )
         state = TrainState(
             parameters=parameters,
-            other=jax.tree.map(statistics_if_finite, other, state.other),
+            other=jax.tree.map(statistics_if_finite, found.other, state.other),
             optimizer=optimizer_state,
             updates=state.updates + jnp.where(finite, 1, 0),
             skipped=skipped,
@@ -416,7 +442,14 @@ def make_train_step(
             state = jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
         return state, metrics
 
-    return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(deterministic, mesh))
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        return update(state, gradients_of(without_optimizer(state), batch))
+
+    options = _compiler_options(deterministic, mesh)
+    if separate_update:
+        gradients = jax.jit(before_conversion(gradients_of), compiler_options=options)
+        return SeparateStep(gradients, jax.jit(update, donate_argnums=0, compiler_options=options))
+    return jax.jit(step, donate_argnums=0, compiler_options=options)
 
 
 def make_evaluation_step(

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -66,7 +67,7 @@ def compiled_and_whether_new(lowered: jax.stages.Lowered) -> tuple[jax.stages.Co
 
 
 class StoredStep:
-    """The place of one compiled function in a folder.
+    """The place in a folder of one compiled function, of one program or several.
 
     Its name is a hash of all that the program depends on. A folder is read only if it is this user's and others cannot
     write into it: who can, can have anything computed.
@@ -79,17 +80,22 @@ class StoredStep:
         path: the file.
     """
 
-    def __init__(self, folder: pathlib.Path, about: Mapping[str, Any], arguments: tuple[Any, ...], result: Any):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        about: Mapping[str, Any],
+        arguments: tuple[Any, ...],
+        calls: Sequence[tuple[tuple[Any, ...], Any]],
+    ):
         """Finds the place; reads nothing.
 
         Args:
             folder: of compiled steps.
             about: what the function is made from, in values that JSON or `repr` tells apart.
             arguments: of a call, with shapes, dtypes and shardings in place of arrays.
-            result: a pytree of the result's structure.
+            calls: of each program a pytree of its arguments' structure, and one of its result's.
         """
-        self._in_tree = jax.tree.structure((arguments, {}))
-        self._out_tree = jax.tree.structure(result)
+        self._trees = [(jax.tree.structure((read, {})), jax.tree.structure(result)) for read, result in calls]
         arrays = [
             (jax.tree_util.keystr(path), str(x), bool(x.weak_type), str(x.sharding))
             for path, x in jax.tree_util.tree_leaves_with_path(arguments)
@@ -99,27 +105,29 @@ class StoredStep:
         self.path = folder / f"{_digest(text.encode())}.step"
         self._mark: tuple[pathlib.Path, IO[bytes]] | None = None  # a file of the folder, and the lock on it
 
-    def load(self, devices: Sequence[Any]) -> Any:
-        """The compiled function on these devices, or None where there is none that can be read."""
+    def load(self, devices: Sequence[Any]) -> list[Any] | None:
+        """The compiled programs on these devices, or None where there are none that can be read."""
         try:
             if not _is_own(self.path.parent):
                 return None
             if self._has_failed():
                 self._remove()
                 return None
-            header, _, program = self.path.read_bytes().partition(b"\n")
+            header, _, content = self.path.read_bytes().partition(b"\n")
             self.path.touch()  # used
             self.begin_trial()
         except OSError:  # there is none, or the folder cannot be written
             return None
         try:
             about = json.loads(header)
-            if about["digest"] != _digest(program):
+            if about["digest"] != _digest(content):
                 raise ValueError("the file is damaged")
             _register(about["modules"])
-            return serialize_executable.deserialize_and_load(
-                program, self._in_tree, self._out_tree, devices[0].client, tuple(devices)
-            )
+            ends = list(itertools.accumulate(about["sizes"], initial=0))
+            return [
+                serialize_executable.deserialize_and_load(content[begin:end], *trees, devices[0].client, tuple(devices))
+                for (begin, end), trees in zip(itertools.pairwise(ends), self._trees, strict=True)
+            ]
         except Exception:  # cut off, or of a runtime that this one cannot read: it is written anew
             self._remove()
             return None
@@ -169,19 +177,20 @@ class StoredStep:
             for path in (self.path, *self._trials()):
                 path.unlink(missing_ok=True)
 
-    def save(self, compiled: Any) -> None:
-        """Keeps a compiled function that XLA has just made; one that cannot be kept is compiled again the next time."""
+    def save(self, compiled: Sequence[Any]) -> None:
+        """Keeps programs that XLA has just made; what cannot be kept is compiled again the next time."""
         try:
-            program, in_tree, out_tree = serialize_executable.serialize(compiled)
-        except Exception:  # it calls functions of this process, or its runtime has no form for files
+            programs, *trees = zip(*map(serialize_executable.serialize, compiled), strict=True)
+        except Exception:  # one calls functions of this process, or its runtime has no form for files
             return
-        if (in_tree, out_tree) != (self._in_tree, self._out_tree):
+        if list(zip(*trees, strict=True)) != self._trees:
             return
-        header = {"digest": _digest(program), "modules": sorted(_jax_modules())}
+        content = b"".join(programs)
+        header = {"digest": _digest(content), "sizes": list(map(len, programs)), "modules": sorted(_jax_modules())}
         with contextlib.suppress(OSError):  # a full disk, or a folder that cannot be written
             self.path.parent.parent.mkdir(parents=True, exist_ok=True)
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
-            write_atomically(self.path, json.dumps(header).encode() + b"\n" + program)
+            write_atomically(self.path, json.dumps(header).encode() + b"\n" + content)
             _keep_small(self.path.parent)
 
 

@@ -54,7 +54,9 @@ def stored(programs):
     return sorted(programs.glob("*.step"))
 
 
-def test_a_later_run_takes_the_step_and_computes_the_same(tmp_path, tiny_config, traced):
+@pytest.mark.parametrize("num_programs", [1, 2])
+def test_a_later_run_takes_the_step_and_computes_the_same(num_programs, tmp_path, tiny_config, traced, monkeypatch):
+    monkeypatch.setattr(CompiledSteps, "_has_small_update", lambda _: num_programs == 2)
     config, programs = dataclasses.replace(tiny_config, steps=3), tmp_path / "programs"
     first, loss = trained(config, tmp_path / "one", programs)
     (kept,) = stored(programs)
