@@ -21,6 +21,7 @@ from rnnlib.models import DecoderLM
 from rnnlib.ops import context_axis
 from rnnlib.training.adaptation import Adaptation, join, pick
 from rnnlib.training.batches import Batch
+from rnnlib.training.loop_invariants import hoist
 from rnnlib.training.loss import LossSums, head_loss_sums, loss_sums
 from rnnlib.training.mesh import (
     CONTEXT,
@@ -362,23 +363,32 @@ def make_train_step(
             # Of devices that hold shards of one layer each takes a part of the loss: see `rnnlib.layers.tensor`.
             return (sums.nats + router_loss * sums.tokens) / shards, (sums, other)
 
+        gradient = jax.grad(loss, has_aux=True)
+        if next(iter(batch.values())).shape[0] == 1:
+            gradients, (sums, other) = gradient(parameters, other, {k: v[0] for k, v in batch.items()})
+            return gradients, sums, other
+        if mesh is not None and mesh.shape["fsdp"] > 1:
+
+            def gradient_of_part(other, part):
+                # Together with the part: XLA would gather once, before the loop, what does not depend on it, and a
+                # device would hold all parameters whole.
+                own, part = jax.lax.optimization_barrier((parameters, part))
+                return gradient(own, other, part)
+        else:
+            # Weights are rounded to the dtype of matmuls once, not in each part.
+            part = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in batch.items()}
+            before, turn = hoist(gradient, parameters, other, part)
+            gradient_of_part = functools.partial(turn, before(parameters), parameters)
+
         def add_part(carry, part):
             gradients, sums, other = carry
-            # Together with the part: XLA would gather once, before the loop, what does not depend on it, and a device
-            # would hold all parameters whole.
-            own, part = (parameters, part) if specs is None else jax.lax.optimization_barrier((parameters, part))
-            part_gradients, (part_sums, other) = jax.grad(loss, has_aux=True)(own, other, part)
+            part_gradients, (part_sums, other) = gradient_of_part(other, part)
             return (
                 jax.tree.map(jnp.add, gradients, part_gradients),
                 jax.tree.map(jnp.add, sums, part_sums),
                 other,
             ), None
 
-        if next(iter(batch.values())).shape[0] == 1:
-            gradients, (sums, other) = jax.grad(loss, has_aux=True)(
-                parameters, other, {k: v[0] for k, v in batch.items()}
-            )
-            return gradients, sums, other
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), parameters)
         carry = (zeros, LossSums(*(jnp.zeros([], jnp.float32) for _ in LossSums._fields)), other)
         (gradients, sums, other), _ = jax.lax.scan(add_part, carry, batch)
