@@ -30,9 +30,15 @@ WARPS = 4
 """Warps of a warpgroup, each of which has a number in what `maximum` and `total` pass on."""
 BAND = 16
 """Rows of a band: a matrix of 128 columns of which each warp holds whole rows."""
-_BAND_TILING = Tiling(((BAND, _THREADS), (BAND // WARPS, _THREADS), (4,)))
-_BAND = plgpu.Layout.TILED(_BAND_TILING, warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1)
 _REDUCTION = 512  # float32 numbers that one warpgroup's sum over rows passes between its warps
+
+
+def _band(rows: int) -> Any:
+    """The layout of a band of `rows` rows, a multiple of `WARPS`."""
+    if rows == WARPS:
+        return plgpu.Layout.TILED(Tiling(((rows, _THREADS), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    tiling = Tiling(((rows, _THREADS), (rows // WARPS, _THREADS), (4,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1)
 
 
 def quotient(x: Any, n: int) -> Any:
@@ -73,6 +79,11 @@ def plain_buffer(*shape: int) -> Any:
 def number_buffer(*shape: int) -> Any:
     """Shared memory for float32 numbers."""
     return plgpu.SMEM(shape, jnp.float32)
+
+
+def row_buffer(*shape: int, dtype: Any) -> Any:
+    """Shared memory for rows that lie one after another, as the copy engine finds them."""
+    return plgpu.SMEM(shape, dtype)
 
 
 def barrier(arrivals: int, count: int = 1) -> Any:
@@ -408,38 +419,62 @@ def added(body: Callable[..., None], *starts: Array) -> tuple[Array, ...]:
 
 
 def load_band(ref: Any) -> Array:
-    """A float32 matrix of 128 columns that lies in shared memory row by row; each warp takes whole rows."""
-    return plgpu.load(ref, layout=_BAND, optimized=False)
+    """A matrix of 128 columns whose rows lie in shared memory, each as a whole; each warp takes as many whole rows."""
+    return plgpu.load(ref, layout=_band(ref.shape[0]), optimized=False)
 
 
-def zero_band() -> Array:
+def zero_band(rows: int = BAND) -> Array:
     """A band of zeros."""
-    return plgpu.layout_cast(jnp.zeros((BAND, _THREADS), jnp.float32), _BAND)
+    return plgpu.layout_cast(jnp.zeros((rows, _THREADS), jnp.float32), _band(rows))
+
+
+def zero_band_row(rows: int) -> Array:
+    """A zero for each column of a band."""
+    return plgpu.layout_cast(jnp.zeros(_THREADS, jnp.float32), _band(rows).reduce(0))
 
 
 def load_band_column(ref: Any) -> Array:
-    """One number for each row of a band, from shared memory."""
-    return plgpu.load(ref, layout=_BAND.reduce(1), optimized=False)
+    """One number for each row of a band, from shared memory, or begins to load it from global memory."""
+    return plgpu.load(ref, layout=_band(ref.shape[0]).reduce(1), optimized=False)
 
 
-def load_band_row(ref: Any) -> Array:
-    """One number for each column of a band, from shared memory."""
-    return plgpu.load(ref, layout=_BAND.reduce(0), optimized=False)
+def load_band_row(ref: Any, rows: int = BAND) -> Array:
+    """One number for each column of a band, likewise."""
+    return plgpu.load(ref, layout=_band(rows).reduce(0), optimized=False)
 
 
 def along_rows(x: Array) -> Array:
     """A band whose rows have one number each."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (BAND, _THREADS), [0]), _BAND)
+    rows = x.shape[0]
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (rows, _THREADS), [0]), _band(rows))
 
 
-def along_columns(x: Array) -> Array:
+def along_columns(x: Array, rows: int = BAND) -> Array:
     """A band whose columns have one number each."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (BAND, _THREADS), [1]), _BAND)
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (rows, _THREADS), [1]), _band(rows))
+
+
+def band_rows(rows: int) -> Array:
+    """The numbers of a band's rows, int32."""
+    return plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=_band(rows).reduce(1))
+
+
+def band_reciprocal(x: Array) -> Array:
+    """`1 / x` of a band, within 1.2e-7 of its value, by the special function alone: a quotient is exact and slow."""
+    if interpreted():
+        return 1.0 / x
+    layout = _band(x.shape[0])
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout))
+    def reciprocal(_, band):
+        return band._pointwise(band._lift_fast_instr("rcp.approx.ftz.f32"))
+
+    return reciprocal(x)
 
 
 def band_sums(x: Array, buffer: Any) -> Array:
     """The sum of each column of a band, in a fixed order; `buffer` as for `column_sums`."""
-    return _sums(x, buffer, _BAND)
+    return _sums(x, buffer, _band(x.shape[0]))
 
 
 def column_sums(x: Array, buffer: Any) -> Array:

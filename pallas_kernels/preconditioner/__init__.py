@@ -13,8 +13,10 @@ own and goes through its tokens with A in registers. So A itself never reaches m
 | `gram_reverse_sums` | the same, dout | each part's map of dA; A before each block of tokens | heads, parts, rows |
 | `gram_reverse` | the same, maps | dk, dx, d decay, d gain, d parameter | heads, parts, rows |
 
-`readouts` has the readouts, each with its gradient; `gram_readout` runs the kernels and has the public function.
+`readouts` has the readouts, each with its gradient; `api` runs the kernels and has the public function.
 
 Saved for the backward: the arguments, A before each part, and the parts' decays. The time goes to memory (keys are
 read twice forward) and, in the backward, to special functions.
+
+On Hopper cards whose processors have a head each, `mosaic_gpu` reads everything once: `gram_forward`, `gram_backward`.
 """

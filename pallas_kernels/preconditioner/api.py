@@ -18,14 +18,18 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.config import NUM_SMS, KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two, resets_of
-from pallas_kernels.common.refusal import refuse
+from pallas_kernels.common.platform import is_hopper
+from pallas_kernels.common.refusal import expect_backend, refuse
 from pallas_kernels.common.triton.backend import Operand, call, interpreted, unsupported_arrays
 from pallas_kernels.common.vma import batch_alike, pvary_together
+from pallas_kernels.preconditioner.readouts import Preconditioner
 from pallas_kernels.preconditioner.triton import Readout, apply_kernel, reverse_kernel, reverse_sums_kernel, sums_kernel
 
 _MAX_CHANNELS = 256
+_BUSY = 0.6
+"""The part of a card's processors that must have a program for one pass to be faster than two, as an estimate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +111,7 @@ class Options:
         stored: the dtype that results are rounded to.
         config: how the call is cut.
         passes_key: whether `k` is returned too.
+        backend: `"triton"` or `"mosaic"`.
     """
 
     readout: Readout
@@ -114,6 +119,7 @@ class Options:
     stored: Any
     config: GramConfig
     passes_key: bool
+    backend: str
 
 
 class _Cut:
@@ -174,6 +180,11 @@ def _static(cut: _Cut, launch: KernelConfig) -> dict[str, Any]:
 
 
 def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> tuple[Any, Any]:
+    if options.backend == "mosaic":
+        from pallas_kernels.preconditioner.mosaic_gpu.forward import forward
+
+        results = forward(inputs, options.readout, with_states=with_states)
+        return _returned(options, inputs, results), (inputs, results["states"], None)
     cut, launch = _Cut(options, inputs), options.config.forward
     given, static = cut.inputs(inputs), _static(cut, launch)
     sums: dict[str, Any] = {"sums": None, "kept": None}
@@ -204,10 +215,13 @@ def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> 
         readout=options.readout,
         **static,
     )
+    return _returned(options, inputs, results), (inputs, results["states"], sums["kept"])
+
+
+def _returned(options: Options, inputs: GramInputs, results: dict[str, Any]) -> tuple[Array, ...]:
     # The wider dtype is for the gradient alone: XLA drops this cast together with a caller's cast back.
-    out = (results["out"].astype(options.dtype), results["final_state"])  # type: ignore[union-attr]
-    out = batch_alike(inputs, (*out, inputs.k) if options.passes_key else out)
-    return out, (inputs, results["states"], sums["kept"])
+    out = results["out"].astype(options.dtype), results["final_state"]
+    return batch_alike(inputs, (*out, inputs.k) if options.passes_key else out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -219,6 +233,12 @@ def _run(options: Options, inputs: GramInputs) -> tuple[Array, ...]:
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -> tuple[GramInputs]:
     inputs, states, kept = residuals
     d_out, d_final_state, *d_passed = cotangents
+    if options.backend == "mosaic":
+        from pallas_kernels.preconditioner.mosaic_gpu.backward import backward
+
+        d_key = d_passed[0] if d_passed else None
+        results = backward(inputs, options.readout, states, d_out, d_key, d_final_state)
+        return (_gradients(inputs, results),)
     cut, launch = _Cut(options, inputs), options.config.backward
     if d_out.dtype == jnp.float32 and math.prod(cut.grid) >= options.config.crowded:
         launch = launch.with_stages(1)
@@ -265,17 +285,20 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
         launch,
         **static,
     )
-    d_parameter = None if results["d_parameter"] is None else jnp.sum(results["d_parameter"], axis=(0, 2))
-    return (
-        GramInputs(
-            k=results["d_k"],  # type: ignore[arg-type]
-            x=results["d_x"],
-            parameter=d_parameter,
-            log_decay=results["d_log_decay"],
-            gain=results["d_gain"],
-            initial_state=None if x.initial_state is None else results["d_initial_state"],
-            resets=None,
-        ),
+    if results["d_parameter"] is not None:
+        results["d_parameter"] = jnp.sum(results["d_parameter"], axis=(0, 2))
+    return (_gradients(x, results),)
+
+
+def _gradients(x: GramInputs, results: dict[str, Array | None]) -> GramInputs:
+    return GramInputs(
+        k=results["d_k"],  # type: ignore[arg-type]
+        x=results.get("d_x"),
+        parameter=results["d_parameter"],
+        log_decay=results["d_log_decay"],
+        gain=results["d_gain"],
+        initial_state=None if x.initial_state is None else results["d_initial_state"],
+        resets=None,
     )
 
 
@@ -289,13 +312,46 @@ def unsupported_reason(
     log_decay: Array | None = None,
     gain: Array | None = None,
     initial_state: Array | None = None,
+    *,
+    readout: Readout | None = None,
+    stored: Any = None,
+    backend: str = "triton",
 ) -> str | None:
-    """Why `diagonal_gram_readout` can't serve a call, as a noun phrase, or None if it can; arguments as there."""
+    """Why `diagonal_gram_readout` can't serve a call, as a noun phrase, or None if it can; arguments as there.
+
+    `readout` and `stored` matter to the backend `"mosaic"` alone.
+    """
     gates = {"log_decay": log_decay, "gain": gain}
     reason = unsupported_arrays(k=k, x=x, parameter=parameter, **gates, initial_state=initial_state)
     if reason is None and k.shape[3] > _MAX_CHANNELS:
         return f"key size {k.shape[3]} (at most {_MAX_CHANNELS})"
-    return reason
+    if reason is not None or backend == "triton":
+        return reason
+    if not is_hopper():
+        return "this device (it runs on Hopper cards)"
+    try:
+        from pallas_kernels.preconditioner.mosaic_gpu.turns import CHANNELS
+    except ImportError as error:
+        return f"this jax: {error}"
+    if not isinstance(readout, Preconditioner):
+        return f"a readout {type(readout).__name__} (only Preconditioner)"
+    for name, dtype in (("k", k.dtype), ("results stored", jnp.dtype(stored or jnp.float32))):
+        if dtype != jnp.bfloat16:
+            return f"{name} of dtype {dtype} (only bfloat16)"
+    if x is not None:
+        return "a row beside the key"
+    if any(gate is not None and gate.ndim == 4 for gate in gates.values()):
+        return "gates of one number a channel"
+    return None if k.shape[3] == CHANNELS else f"key size {k.shape[3]} (only {CHANNELS})"
+
+
+def is_mosaic_faster(k: Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether the Mosaic GPU kernels are the faster ones for keys `[B, T, H, K]` of a call that both backends serve.
+
+    A head of a row is one program, so that they need as many as the card has processors, or nearly a multiple of it.
+    """
+    programs = k.shape[0] * k.shape[2]
+    return programs >= _BUSY * NUM_SMS * cdiv(programs, NUM_SMS)
 
 
 def diagonal_gram_readout(
@@ -312,6 +368,7 @@ def diagonal_gram_readout(
     segment_ids: Int[Array, "B T"] | None = None,
     with_key: bool = False,
     config: GramConfig | None = None,
+    backend: str = "triton",
 ) -> tuple[Array, ...]:
     """`A_t = exp(log_decay_t) A_{t-1} + gain_t k_t^2` and `out_t = readout(A_{t-1}, A_t, x_t, parameter)`.
 
@@ -329,19 +386,28 @@ def diagonal_gram_readout(
         initial_state: A before the first token; None is zero.
         segment_ids: A restarts where the id changes; the first token continues `initial_state`.
         with_key: whether `k` is returned too. The kernel adds the gradient of that one to its own.
-        config: how the call is cut into programs.
+        config: how the call is cut into programs, in Triton.
+        backend: `"mosaic"` reads each array once in Mosaic GPU kernels, where it has no `unsupported_reason`; else
+            `"triton"`.
 
     Returns:
         `out` and A after the last token, `[B, H, K]` float32; `k`, where asked for.
 
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
+        ValueError: `backend` is neither.
     """
-    refuse("diagonal_gram_readout", unsupported_reason(k, x, parameter, log_decay, gain, initial_state))
+    expect_backend("diagonal_gram_readout", backend, "triton", "mosaic")
+    kind: dict[str, Any] = {"readout": readout, "stored": stored or dtype, "backend": backend}
+    reason = unsupported_reason(k, x, parameter, log_decay, gain, initial_state, **kind)
+    refuse("diagonal_gram_readout", reason, backend)
     config = config or choose_gram_config()
     length, channels = k.shape[1], k.shape[3]
     resets = resets_of(segment_ids)
-    tokens, width = -length % config.block, next_power_of_two(channels) - channels
+    block = config.block
+    if backend == "mosaic":
+        from pallas_kernels.preconditioner.mosaic_gpu.turns import TOKENS as block
+    tokens, width = -length % block, next_power_of_two(channels) - channels
 
     def pad(array):
         """Appends tokens and channels that do nothing."""
@@ -360,6 +426,6 @@ def diagonal_gram_readout(
         initial_state=initial_state,
         resets=None if resets is None else pad(resets),
     )
-    options = Options(readout, jnp.dtype(dtype), jnp.dtype(stored or dtype), config, with_key)
+    options = Options(readout, jnp.dtype(dtype), jnp.dtype(stored or dtype), config, with_key, backend)
     out, final, *passed = _run(options, pvary_together(inputs))
     return (out[:, :length, :, :channels], final[..., :channels], *(y[:, :length, :, :channels] for y in passed))

@@ -1,16 +1,35 @@
 """What becomes of the diagonal Gram, row by row inside a kernel: values, and gradients by hand.
 
 A row is `[K]` float32. `before` and `after` are A before a token (zero where a document starts) and after it, `x` the
-token's row besides, `parameter` a number a head as a row.
+token's row besides, `parameter` a number a head as a row. What works on each channel alone takes rows of several tokens
+at once, too, `[..., K]`. `special` are the functions that a backend has an instruction for.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.common.triton.backend import exp, exp2, log2, reciprocal
+from pallas_kernels.common.triton.backend import exp2, log2, reciprocal
+
+
+class SpecialFunctions(NamedTuple):
+    """Functions of float32 that a kernel finds by the card's special function unit, each by one of its instructions.
+
+    Attributes:
+        exp2: `2 ** x`.
+        log: the natural logarithm of normal positive numbers.
+        reciprocal: `1 / x`, here of positive numbers.
+    """
+
+    exp2: Callable[[Any], Any]
+    log: Callable[[Any], Any]
+    reciprocal: Callable[[Any], Any]
+
+
+TRITON = SpecialFunctions(exp2, lambda x: math.log(2) * log2(x), reciprocal)
 
 
 class RowGradients(NamedTuple):
@@ -33,19 +52,19 @@ class RowGradients(NamedTuple):
 class Gram:
     """A after the token."""
 
-    def __call__(self, before, after, x, parameter):
+    def __call__(self, before, after, x, parameter, special=TRITON):
         """A."""
         return after
 
-    def gradients(self, before, after, x, parameter, d_out) -> RowGradients:
+    def gradients(self, before, after, x, parameter, d_out, special=TRITON) -> RowGradients:
         """For the gradient `d_out` in the result."""
         return RowGradients(after=d_out)
 
 
-def _tanh(r: Any) -> tuple[Any, Any]:
+def _tanh(r: Any, special: SpecialFunctions) -> tuple[Any, Any]:
     """`tanh(r)` and its derivative, which is not computed as `1 - tanh(r)^2`: for small A that has no exact digit."""
-    decay = exp(-2 * jnp.abs(r))
-    part = reciprocal(1 + decay)
+    decay = special.exp2((-2 * math.log2(math.e)) * jnp.abs(r))
+    part = special.reciprocal(1 + decay)
     size = (1 - decay) * part
     return jnp.where(r < 0, -size, size), 4 * decay * part * part
 
@@ -68,37 +87,35 @@ class Preconditioner:
     squash: str
     times_row: bool
 
-    def _deviation(self, shifted, parameter):
-        return math.log(2) * log2(shifted) - parameter
-
-    def _preconditioner(self, s):
+    def _preconditioner(self, s, special):
         """B, and what the exponent's slope in s is."""
         offset, factor = {"symmetric": (0.0, -1.0), "amplify": (0.5, -0.5), "dampen": (-0.5, -0.5)}[self.interval]
         bits = math.log2(self.bound)
         exponent = bits * factor * s
-        return exp2(exponent + bits * offset if offset else exponent), math.log(self.bound) * factor
+        return special.exp2(exponent + bits * offset if offset else exponent), math.log(self.bound) * factor
 
-    def __call__(self, before, after, x, parameter):
+    def __call__(self, before, after, x, parameter, special=TRITON):
         """B, times x if so asked."""
-        r = self._deviation(after + self.eps, parameter)
-        out, _ = self._preconditioner(_tanh(r)[0] if self.squash == "tanh" else r * reciprocal(1 + jnp.abs(r)))
+        r = special.log(after + self.eps) - parameter
+        s = _tanh(r, special)[0] if self.squash == "tanh" else r * special.reciprocal(1 + jnp.abs(r))
+        out, _ = self._preconditioner(s, special)
         return out * x if self.times_row else out
 
-    def gradients(self, before, after, x, parameter, d_out) -> RowGradients:
+    def gradients(self, before, after, x, parameter, d_out, special=TRITON) -> RowGradients:
         """For the gradient `d_out` in the result."""
         shifted = after + self.eps
-        r = self._deviation(shifted, parameter)
+        r = special.log(shifted) - parameter
         if self.squash == "tanh":
-            s, slope = _tanh(r)
-            over_shifted, part = reciprocal(shifted), None
+            s, slope = _tanh(r, special)
+            over_shifted, part = special.reciprocal(shifted), None
         else:
             # Special functions take most of the time, so one reciprocal serves both divisors. The slope is part^2, and
             # part^2 / shifted = part / (divisor * shifted).
             divisor = 1 + jnp.abs(r)
-            both = reciprocal(divisor * shifted)
+            both = special.reciprocal(divisor * shifted)
             part = both * shifted
             s, slope, over_shifted = r * part, part, both
-        out, factor = self._preconditioner(s)
+        out, factor = self._preconditioner(s, special)
         d_x = d_out * out if self.times_row else None
         d = (factor * slope) * (d_x * x if self.times_row else d_out * out)
         return RowGradients(after=d * over_shifted, x=d_x, parameter=-d if part is None else -d * part)
@@ -108,13 +125,13 @@ class Preconditioner:
 class PreconditionedQuery:
     """`x / (A + ridge)`, A after the token; the parameter is the ridge."""
 
-    def __call__(self, before, after, x, parameter):
+    def __call__(self, before, after, x, parameter, special=TRITON):
         """The query."""
-        return x * reciprocal(after + parameter)
+        return x * special.reciprocal(after + parameter)
 
-    def gradients(self, before, after, x, parameter, d_out) -> RowGradients:
+    def gradients(self, before, after, x, parameter, d_out, special=TRITON) -> RowGradients:
         """For the gradient `d_out` in the result."""
-        inverse = reciprocal(after + parameter)
+        inverse = special.reciprocal(after + parameter)
         d_x = d_out * inverse
         d_sum = -d_x * x * inverse
         return RowGradients(after=d_sum, x=d_x, parameter=d_sum)
@@ -124,14 +141,14 @@ class PreconditionedQuery:
 class ShermanMorrisonKey:
     """`P x / (1 + x^T P x)`, `P = Diag(A + ridge)^-1` with A before the token; the parameter is the ridge."""
 
-    def __call__(self, before, after, x, parameter):
+    def __call__(self, before, after, x, parameter, special=TRITON):
         """The write key."""
-        key = x * reciprocal(before + parameter)
+        key = x * special.reciprocal(before + parameter)
         return key / (1 + jnp.sum(x * key))
 
-    def gradients(self, before, after, x, parameter, d_out) -> RowGradients:
+    def gradients(self, before, after, x, parameter, d_out, special=TRITON) -> RowGradients:
         """For the gradient `d_out` in the result."""
-        inverse = reciprocal(before + parameter)
+        inverse = special.reciprocal(before + parameter)
         key = x * inverse
         scale = 1 / (1 + jnp.sum(x * key))
         # out = scale * P x, d scale = -scale^2 d(x^T P x), and the product's gradient is 2 P x in x and x^2 in P.

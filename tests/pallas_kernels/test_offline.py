@@ -34,6 +34,7 @@ COMPILED = {
 }
 OTHERS = {
     "preconditioner write key 128 bfloat16": 4,
+    "preconditioner write key 128 bfloat16 mosaic": 2,
     "delta-scalar-128x128-bfloat16 a program each mosaic": 6,  # without segments
     "linear-channel-128x128-bfloat16 few heads grouped packed mosaic": 12,
 }

@@ -214,6 +214,7 @@ def mosaic() -> list[Case]:
         *(attention_backward(*case) for case in ((16, 16, None), (16, 4, None), (16, 16, 1000))),
         ring_attention(256, 640, 16),
         *(waiting(decay, "mosaic") for decay in ("scalar", "channel")),
+        _preconditioner("write key", 128, jnp.bfloat16, backend="mosaic"),
     ]
 
 
@@ -313,31 +314,33 @@ def ridge_solves() -> list[Case]:
 
 def preconditioners() -> list[Case]:
     """The diagonal Gram with each of its readouts."""
+    return [
+        _preconditioner("gain", 128, jnp.bfloat16),
+        _preconditioner("write key", 128, jnp.bfloat16),
+        _preconditioner("write key", 256, jnp.float32, by_channel=True),
+        _preconditioner("query", 128, jnp.bfloat16, by_channel=True),
+        _preconditioner("Sherman-Morrison key", 128, jnp.bfloat16),
+    ]
+
+
+def _preconditioner(readout: str, size: int, dtype: Any, *, by_channel: bool = False, backend: str = "triton") -> Case:
     runs: dict[str, Callable[..., Any]] = {
         "gain": lambda k, **x: ops.diagonal_preconditioner(k, squash="tanh", **x),
         "write key": lambda k, **x: ops.precondition_key(k, write_key_dtype=jnp.float32, **x),
         "query": lambda k, **x: ops.precondition_query(k, k, **x),
         "Sherman-Morrison key": lambda k, **x: ops.sherman_morrison_key(k, **x),
     }
+    rows = (1, 8192, 8) if backend == "triton" else (8, 4096, 16)
+    x = {"k": jax.ShapeDtypeStruct((*rows, size), dtype)}
+    gate = (*rows, size) if by_channel else rows
+    x |= {name: jax.ShapeDtypeStruct(gate, jnp.float32) for name in ("log_decay", "gain")}
 
-    def case(readout: str, size: int, dtype: Any, by_channel: bool) -> Case:
-        gate = (1, 8192, 8, size) if by_channel else (1, 8192, 8)
-        x = {"k": jax.ShapeDtypeStruct((1, 8192, 8, size), dtype)}
-        x |= {name: jax.ShapeDtypeStruct(gate, jnp.float32) for name in ("log_decay", "gain")}
+    def loss(x: Any) -> jax.Array:
+        with_ridge = {"ridge": 0.1} if readout in ("query", "Sherman-Morrison key") else {"center": 0.1}
+        return _total(runs[readout](**x, **with_ridge, implementation=backend))
 
-        def loss(x: Any) -> jax.Array:
-            with_ridge = {"ridge": 0.1} if readout in ("query", "Sherman-Morrison key") else {"center": 0.1}
-            return _total(runs[readout](**x, **with_ridge, implementation="triton"))
-
-        return Case(f"preconditioner {readout} {size} {jnp.dtype(dtype).name}", loss, x)
-
-    return [
-        case("gain", 128, jnp.bfloat16, False),
-        case("write key", 128, jnp.bfloat16, False),
-        case("write key", 256, jnp.float32, True),
-        case("query", 128, jnp.bfloat16, True),
-        case("Sherman-Morrison key", 128, jnp.bfloat16, False),
-    ]
+    suffix = "" if backend == "triton" else f" {backend}"
+    return Case(f"preconditioner {readout} {size} {jnp.dtype(dtype).name}{suffix}", loss, x)
 
 
 def convolutions() -> list[Case]:

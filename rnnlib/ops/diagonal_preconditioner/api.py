@@ -142,7 +142,8 @@ def precondition_key(
         eps: likewise.
         initial_state: likewise.
         segment_ids: likewise.
-        implementation: likewise.
+        implementation: likewise, or `"mosaic"` (Pallas' Mosaic GPU on Hopper GPUs: bfloat16 keys of 128 channels, no
+            `gram_key`, gates of one number a token).
         interval: likewise.
         squash: likewise.
         write_key_dtype: of the write key; None is k's. A gradient has the dtype of its array: with keys in bfloat16 and

@@ -1,5 +1,6 @@
 """The diagonal Gram and its readout: checks that all operators share, choice of implementation."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +10,18 @@ from pallas_kernels.common.platform import platform
 from rnnlib.ops.arguments import check_segment_ids, check_shape, choose_implementation, floating_arrays, is_symbolic
 from rnnlib.ops.context_parallel import context_axis, current_axis, enter_gram, of_last
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
-from rnnlib.ops.diagonal_preconditioner.pallas import diagonal_gram_triton
+from rnnlib.ops.diagonal_preconditioner.pallas import diagonal_gram_triton, gram_unsupported_reason
 from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram, read_gram_in_blocks
 from rnnlib.ops.diagonal_preconditioner.readouts import Gram
 from rnnlib.ops.diagonal_preconditioner.reference import diagonal_gram_scan
 from rnnlib.ops.diagonal_preconditioner.xla_chunked import diagonal_gram_chunked
-from rnnlib.ops.kernels import unsupported_reason
+from rnnlib.ops.kernels import kernel_operators
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "scan": diagonal_gram_scan,
     "chunked": diagonal_gram_chunked,
     "triton": diagonal_gram_triton,
+    "mosaic": functools.partial(diagonal_gram_triton, backend="mosaic"),
 }
 
 
@@ -55,7 +57,7 @@ def evaluate(
     Returns:
         The readout `[B, T, H, K]`, A after the last token `[B, H, K]`, and `inputs.k`.
     """
-    k, log_decay, gain = inputs
+    k, log_decay, _ = inputs
     (initial_state,) = floating_arrays(operator, initial_state=initial_state)
     batch, length, heads, channels = k.shape
     if initial_state is not None:
@@ -67,19 +69,25 @@ def evaluate(
         with context_axis(None):
             own = evaluate(operator, Gram(), inputs, initial_state=None, **rest)[1]
         initial_state = enter_gram(own, log_decay, initial_state, segment_ids, axis)
-    arrays = k, x, parameter, log_decay, gain, initial_state
+    options: dict[str, Any] = {"readout": readout, "like": like}
+
+    def reason(backend: str) -> str | None:
+        return gram_unsupported_reason(inputs, x, parameter, initial_state, **options, backend=backend)
+
     run = choose_implementation(
         operator,
         implementation,
         _IMPLEMENTATIONS,
         length,
         kernel_for_one_token=False,
+        slower={"mosaic": lambda: not kernel_operators().preconditioner.is_mosaic_faster(k)},
         chunked=lambda: _chunked_unsupported(length, log_decay),
-        triton=lambda: unsupported_reason(lambda kernels: kernels.preconditioner.unsupported_reason(*arrays)),
+        triton=lambda: reason("triton"),
+        mosaic=lambda: reason("mosaic"),
     )
-    if run is diagonal_gram_triton:
-        options: dict[str, Any] = {"readout": readout, "like": like, "dtype": dtype, "with_key": with_key}
-        out, final, key = diagonal_gram_triton(inputs, x, parameter, initial_state, segment_ids, **options)
+    if run is _IMPLEMENTATIONS["triton"] or run is _IMPLEMENTATIONS["mosaic"]:
+        options |= {"dtype": dtype, "with_key": with_key}
+        out, final, key = run(inputs, x, parameter, initial_state, segment_ids, **options)
     else:
         dtype = like.dtype if dtype is None and like is not None else dtype
         read = read_gram_in_blocks if run is diagonal_gram_chunked and platform() == "tpu" else read_gram

@@ -13,7 +13,7 @@ from rnnlib.ops.diagonal_preconditioner import readouts
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
 from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram
 from rnnlib.ops.diagonal_preconditioner.xla_chunked import diagonal_gram_chunked
-from rnnlib.ops.kernels import kernel_operators
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 
 
 def _of_kernels(kernels: Any, readout: Any) -> Any:
@@ -27,7 +27,28 @@ def _of_kernels(kernels: Any, readout: Any) -> Any:
     return kinds[type(readout)](**dataclasses.asdict(readout))
 
 
-@functools.partial(jax.jit, static_argnames=("readout", "dtype", "with_key"), inline=True)
+def gram_unsupported_reason(
+    inputs: DiagonalGramInputs,
+    x: Array | None,
+    parameter: Array | None,
+    initial_state: Array | None,
+    *,
+    readout: Any,
+    like: Array | None,
+    backend: str,
+) -> str | None:
+    """Why a backend's kernels can't serve a call, as a noun phrase, or None if they can; arguments as `evaluate`."""
+
+    def ask(kernels: Any) -> str | None:
+        of_kernels = _of_kernels(kernels.preconditioner_readouts, readout)
+        options = {"readout": of_kernels, "stored": None if like is None else like.dtype, "backend": backend}
+        k, log_decay, gain = inputs
+        return kernels.preconditioner.unsupported_reason(k, x, parameter, log_decay, gain, initial_state, **options)
+
+    return unsupported_reason(ask)
+
+
+@functools.partial(jax.jit, static_argnames=("readout", "dtype", "with_key", "backend"), inline=True)
 def diagonal_gram_triton(
     inputs: DiagonalGramInputs,
     x: Array | None,
@@ -39,8 +60,9 @@ def diagonal_gram_triton(
     like: Array | None,
     dtype: Any,
     with_key: bool,
+    backend: str = "triton",
 ) -> tuple[Array, Array, Array]:
-    """Evaluates a readout by kernels; arguments and results as `evaluate`."""
+    """Evaluates a readout by kernels; arguments and results as `evaluate`, and the kernels' backend."""
     operators = kernel_operators()
     of_kernels = _of_kernels(operators.preconditioner_readouts, readout)
     stored = jnp.float32 if like is None else like.dtype
@@ -49,6 +71,7 @@ def diagonal_gram_triton(
     def keywords(inputs, x, parameter, initial_state, segment_ids) -> dict[str, Any]:
         arrays = {**inputs._asdict(), "x": x, "parameter": parameter, "initial_state": initial_state}
         options = {"readout": of_kernels, "dtype": dtype, "stored": stored, "with_key": with_key}
+        options["backend"] = backend
         return {**arrays, "segment_ids": segment_ids, **options}
 
     def reference(inputs, *rest):
