@@ -33,6 +33,7 @@ from rnnlib.training.loss import LossSums
 from rnnlib.training.memory import bytes_of_each_device, check_fits, device_bytes
 from rnnlib.training.mesh import make_mesh, mesh_sizes, param_shardings, tp_size
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
+from rnnlib.training.packed import packed
 from rnnlib.training.separate_step import SeparateStep, without_optimizer
 from rnnlib.training.step import (
     StepGradients,
@@ -65,7 +66,7 @@ class CompiledSteps:
         mesh: the devices that train; None for one device.
         template: shapes, dtypes and shardings of the state.
         adaptation: what of the model is trained; None for all of it.
-        train_step: `(state, batch) -> (state, metrics)`; compiled after `finish_compiling`.
+        train_step: `(state, batch) -> (state, metrics)`, of `packed` states; compiled after `finish_compiling`.
         evaluation_step: the step of `evaluate_with`.
     """
 
@@ -149,14 +150,15 @@ class CompiledSteps:
     def _stored_step(self, folder: pathlib.Path) -> StoredStep:
         config = {name: value for name, value in to_plain(self.config).items() if name not in _NOT_COMPUTED}
         about = {"config": config, "token bytes": self._token_bytes.tolist()}
-        state, batch = abstract_state(self.template, self.mesh), self._abstract_batch()
+        plain, batch = abstract_state(self.template, self.mesh), self._abstract_batch()
+        state = packed(plain)
         result = state, StepMetrics(*[0] * 7)  # in one process
         calls: list[tuple[tuple[Any, ...], Any]] = [((state, batch), result)]
         if self._has_separate_update:
-            sums = LossSums(state.updates, state.updates, state.updates)  # scalars, too
-            found = StepGradients(state.parameters, sums, state.other, None)
+            sums = LossSums(plain.updates, plain.updates, plain.updates)  # scalars, too
+            found = packed(StepGradients(plain.parameters, sums, plain.other, None))
             calls = [((without_optimizer(state), batch), found), ((state, found), result)]
-        return StoredStep(folder, about, (state, batch), calls)
+        return StoredStep(folder, about, (plain, batch), calls)
 
     def _load(self) -> Any:
         assert self._stored is not None
@@ -165,7 +167,7 @@ class CompiledSteps:
 
     def _programs(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """The step's programs, with the arguments that they are lowered for; in the order of a `StoredStep`."""
-        state, batch = abstract_state(self.template, self.mesh), self._abstract_batch()
+        state, batch = self._abstract_arguments()
         if not isinstance(self.train_step, SeparateStep):
             return [(self.train_step, (state, batch))]
         read = without_optimizer(state), batch
@@ -186,7 +188,7 @@ class CompiledSteps:
     def remat_choice(self) -> RematChoice:
         """What `remat="auto"` chose; compiles the training step where that has not been done."""
         if self._remat is None:
-            state, batch = abstract_state(self.template, self.mesh), self._abstract_batch()
+            state, batch = self._abstract_arguments()
             self._remat = choose_remat(
                 self.config.model,
                 lambda model: (
@@ -327,6 +329,10 @@ class CompiledSteps:
     def _abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         data = self.config.data
         return abstract_batch(data.batch_size, data.sequence_length, self.mesh, self.config.accumulation_steps)
+
+    def _abstract_arguments(self) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
+        """What `train_step` is traced and lowered for."""
+        return packed(abstract_state(self.template, self.mesh)), self._abstract_batch()
 
     def begin_compiling(self) -> None:
         """Lowers the training step and has it compiled in a thread of its own: XLA leaves Python to others meanwhile.

@@ -35,6 +35,7 @@ from rnnlib.training.mesh import (
     with_tp_axes,
 )
 from rnnlib.training.optimizer import Schedule, gradient_norm, where_finite
+from rnnlib.training.packed import Packed, packed, unpacked
 from rnnlib.training.separate_step import SeparateStep, before_conversion, without_optimizer
 
 
@@ -305,15 +306,20 @@ class StepGradients:
 
     Attributes:
         gradients: of the sum of the loss over all tokens, of what is trained.
-        sums: float32 sums of loss, tokens and bytes.
+        sums: `LossSums`, float32.
         other: the model's new variables that are no parameters.
         stop: as in `StepMetrics`.
     """
 
     gradients: Any
-    sums: LossSums
+    sums: Any
     other: Any
     stop: Any
+
+
+def _packing(state: TrainState) -> Callable[[Any], Any]:
+    """What gives results the form of a state that may be packed."""
+    return packed if isinstance(state.parameters, Packed) else lambda x: x
 
 
 def make_train_step(
@@ -346,7 +352,7 @@ def make_train_step(
 
     Returns:
         A jitted function of a state (donated) and a batch from `put_batch`, giving the new state and the metrics; or a
-        `SeparateStep` of two.
+        `SeparateStep` of two. Of a `packed` state it gives a packed one, which takes less of the host's time.
     """
     byte_counts, shards = jnp.asarray(token_bytes, jnp.int32), tp_size(mesh)
 
@@ -397,6 +403,7 @@ def make_train_step(
     sums_and_gradients = _over_devices(sums_and_own_gradients, mesh, gradients=True, of=differentiated)
 
     def gradients_of(state: TrainState, batch: Batch) -> StepGradients:
+        pack, state = _packing(state), unpacked(state)
         stop = jnp.max(batch["stop"]) if "stop" in batch else None
         batch = {name: x for name, x in batch.items() if name != "stop"}
         computed_with, to_trained = state.parameters, None
@@ -410,9 +417,10 @@ def make_train_step(
         gradients, sums, other = sums_and_gradients(parameters, state.other, batch)
         if to_trained is not None:
             (gradients,) = to_trained(jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, computed_with))
-        return StepGradients(gradients, LossSums(*sums), other, stop)
+        return pack(StepGradients(gradients, LossSums(*sums), other, stop))
 
     def update(state: TrainState, found: StepGradients) -> tuple[TrainState, StepMetrics]:
+        pack, state, found = _packing(state), unpacked(state), unpacked(found)
         sums = found.sums
         scale = 1 / jnp.where(sums.tokens > 0, sums.tokens, 1)
         gradients = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), found.gradients, state.parameters)
@@ -450,7 +458,7 @@ def make_train_step(
         )
         if mesh is not None:  # lying as it came: the next step takes it without compiling
             state = jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
-        return state, metrics
+        return pack(state), metrics
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         return update(state, gradients_of(without_optimizer(state), batch))

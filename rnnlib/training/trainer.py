@@ -31,6 +31,7 @@ from rnnlib.training.evaluation import Evaluation, evaluate_with, spread_batches
 from rnnlib.training.hooks import Hook, Periodically, configured_hooks
 from rnnlib.training.loggers import CsvLogger, check_loggers, open_loggers
 from rnnlib.training.mesh import process_rows, replicated
+from rnnlib.training.packed import packed, unpacked
 from rnnlib.training.progress import ProgressReporter
 from rnnlib.training.reports import EvaluationReport, Speed, StepReport, TrainResult
 from rnnlib.training.resume import checkpointed, starting_point
@@ -49,7 +50,7 @@ from rnnlib.training.run import (
     lock_run,
 )
 from rnnlib.training.signals import StopSignals
-from rnnlib.training.step import StepMetrics, split_model
+from rnnlib.training.step import StepMetrics, TrainState, split_model
 
 if TYPE_CHECKING:
     from rnnlib.data import BatchDataset
@@ -181,8 +182,16 @@ class Trainer:
         self._check_opened("step")
         return self._step
 
+    @property
+    def _state(self) -> TrainState:
+        return unpacked(self._packed)
+
+    @_state.setter
+    def _state(self, state: TrainState) -> None:
+        self._packed = packed(state)
+
     def _check_opened(self, asked: str) -> None:
-        if not hasattr(self, "_state"):
+        if not hasattr(self, "_packed"):
             raise RuntimeError(f"Trainer.{asked}: no run was opened, expected a call of Trainer.open before")
 
     @property
@@ -362,7 +371,7 @@ class Trainer:
                 batch = self._next_batch()
                 if batch is None:
                     break
-                self._state, metrics = self._steps.train_step(self._state, batch)
+                self._packed, metrics = self._steps.train_step(self._packed, batch)
                 self._step += 1
                 self._unreported.append((self._step, metrics))
                 self.report_steps(leave=behind)
