@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.kernel_shape import CHUNK
@@ -431,6 +431,14 @@ def zero_band(rows: int = BAND) -> Array:
 def zero_band_row(rows: int) -> Array:
     """A zero for each column of a band."""
     return plgpu.layout_cast(jnp.zeros(_THREADS, jnp.float32), _band(rows).reduce(0))
+
+
+def begin_pieces(ref: Any) -> Array:
+    """Begins to load `[4, n]` from global memory, n a part of 32: a warp has a row, a thread one of its numbers."""
+    pieces, count = ref.shape
+    lanes = Replicated(32 // count), -2
+    layout = plgpu.Layout.TILED(Tiling(((pieces, count), (1,))), warp_dims=(-3,), lane_dims=lanes, vector_dim=-1)
+    return plgpu.load(ref, layout=layout, optimized=False) * jnp.ones((), ref.dtype)  # as in `load_state`
 
 
 def load_band_column(ref: Any) -> Array:

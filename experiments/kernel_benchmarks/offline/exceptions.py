@@ -47,7 +47,6 @@ KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("preconditioner write key 256", "gram_apply", 2976, READOUT),
     ("preconditioner write key 256", "gram_reverse_sums", 808, READOUT),
     ("preconditioner write key 256", "gram_reverse", 3176, READOUT),
-    ("preconditioner write key 128", "gram_backward_mosaic", 24, READOUT),
 )
 """What a call's name has in it, the kernel, the most bytes of stores a thread in any such call, and the reason."""
 

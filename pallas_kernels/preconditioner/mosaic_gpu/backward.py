@@ -29,8 +29,8 @@ def _backward(turn: Turn, readout: Any) -> None:
     parameter = turn.parameter()
 
     def step(j, n, slot, d_parameter):
-        gates = turn.gates(n)
         wait(m.full.at[slot])
+        gates = turn.gates(slot)
         tile, d_out = m.k.at[slot], m.d_out.at[slot]
         keys = load_tokens(tile)
         grams, passes = local_maps(keys, gates)
@@ -59,6 +59,9 @@ def _backward(turn: Turn, readout: Any) -> None:
             d_gram, rest = times(gates[i].decay, d_gram), product(rest, gates[i].decay)
         start, state = turn.across(1, d_gram, rest, turn.enters, from_end=True)
         turn.leaves(j, state, r.d_initial_state.at[row, head])
+        turn.release_before(j)
+        # Keys and gates are loaded once more: there are no registers to keep them in.
+        keys, gates = load_tokens(tile), turn.gates(slot)
         for i in range(PIECE):
             d_gram = times(rests[i], start) + d_grams[i]
             decay, gain = gates[i]

@@ -28,8 +28,8 @@ def _forward(turn: Turn, readout: Any) -> None:
     parameter = turn.parameter()
 
     def step(j, n, slot, carry):
-        gates = turn.gates(n)
         wait(m.full.at[slot])
+        gates = turn.gates(slot)
         tile = m.k.at[slot]
         keys = load_tokens(tile)
         grams, passes = local_maps(keys, gates)
@@ -42,6 +42,7 @@ def _forward(turn: Turn, readout: Any) -> None:
 
         start, state = turn.across(0, grams[-1], passes[-1], enters, from_end=False)
         turn.leaves(j, state, r.final_state.at[row, head])
+        turn.release_before(j)
         for i, k in enumerate(keys):
             gram = times(passes[i], start) + grams[i]
             put(tile.at[:, i], readout(None, gram, k, parameter, SPECIAL).astype(tile.dtype))

@@ -1,6 +1,5 @@
 """A warpgroup's chunks, the maps that pieces and chunks tell each other, and the program around them."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from pallas_kernels.common.mosaic_gpu import (
     band_rows,
     barrier,
     begin_copy,
+    begin_pieces,
     fence_smem,
     launch,
     load_band,
@@ -32,6 +32,7 @@ from pallas_kernels.common.mosaic_gpu import (
     wait,
     wait_for_readers,
     wait_for_stores,
+    zero_band,
     zero_band_row,
 )
 from pallas_kernels.preconditioner.readouts import SpecialFunctions
@@ -53,7 +54,8 @@ class Schedule(NamedTuple):
 
     Attributes:
         groups: warpgroups that compute.
-        depth: chunks of each of them whose tiles have a place in shared memory.
+        depth: chunks of each of them whose tiles have a place in shared memory; at least 2, as a place is given back
+            in the middle of the next chunk.
     """
 
     groups: int
@@ -117,25 +119,14 @@ class Turn(NamedTuple):
         """Chunks of the program."""
         return self.r.k.shape[1] // WARPS
 
-    def gates(self, n: Any) -> list[Gates]:
-        """The gates of the tokens of chunk n, of all pieces by their tokens."""
-        row, head = self.place
+    def gates(self, slot: Any) -> list[Gates]:
+        """The gates of the tokens of a slot's chunk, of all pieces by their tokens."""
 
-        def load(name: str) -> list[Any]:
-            x = getattr(self.r, name)
-            if x is None:
-                return [None] * PIECE
-            own = (head,) if name != "resets" else ()
-            return [load_band_column(x.at[(row, pieces(n), i, *own)]) for i in range(PIECE)]
+        def load(name: str, i: int) -> Array | None:
+            buffer = getattr(self.m, name, None)
+            return None if buffer is None else load_band_column(buffer.at[slot, :, i])
 
-        loaded = [load(name) for name in ("log_decay", "resets", "gain")]
-
-        def gate(log_decay, start, gain) -> Gates:
-            decay = None if log_decay is None else jnp.exp2(LOG2_E * log_decay.astype(jnp.float32))
-            goes_on = None if start is None else (1 - start).astype(jnp.float32)
-            return Gates(product(decay, goes_on), None if gain is None else gain.astype(jnp.float32))
-
-        return [gate(*token) for token in zip(*loaded, strict=True)]
+        return [Gates(load("decay", i), load("gain", i)) for i in range(PIECE)]
 
     def across(
         self, exchange: int, offset: Array, kept: Array | None, enters: Callable[[], Array], from_end: bool
@@ -154,15 +145,22 @@ class Turn(NamedTuple):
         if kept is not None:
             put(factors, kept)
         fence_smem()
-        state = enters()
-        number = along_rows(band_rows(WARPS))
-        start = along_columns(state, WARPS)
+        # What enters all pieces and what leaves the chunk are maps of what enters it, found before that has come.
+        number = band_rows(WARPS)
+        offset, kept_before = zero_band_row(WARPS), 1.0
+        offsets, all_kept = zero_band(WARPS), None if kept is None else jnp.where(number >= 0, 1.0, 0.0)
         for piece in reversed(range(WARPS)) if from_end else range(WARPS):
-            state = (state if kept is None else factors[piece] * state) + load_band_row(maps.at[piece], WARPS)
-            if piece != (0 if from_end else WARPS - 1):
-                follows = number < piece if from_end else number > piece
-                start = jnp.where(follows, along_columns(state, WARPS), start)
-        return start, state
+            own = load_band_row(maps.at[piece], WARPS)
+            if kept is None:
+                offset = offset + own
+            else:
+                offset, kept_before = factors[piece] * offset + own, factors[piece] * kept_before
+            follows = number < piece if from_end else number > piece
+            offsets = jnp.where(along_rows(follows.astype(jnp.int32)) > 0, along_columns(offset, WARPS), offsets)
+            if all_kept is not None:
+                all_kept = jnp.where(follows, kept_before, all_kept)
+        state = enters()
+        return times(all_kept, along_columns(state, WARPS)) + offsets, kept_before * state + offset
 
     def enters(self) -> Array:
         """What the warpgroup before this one left, `[128]`."""
@@ -176,7 +174,6 @@ class Turn(NamedTuple):
         def _():
             following = remainder(self.group + 1, self.schedule.groups)
             put(self.m.states.at[following], state)
-            fence_smem()
             arrive(self.m.passed.at[following])
 
         @pl.when(j == self.chunks - 1)
@@ -188,19 +185,24 @@ class Turn(NamedTuple):
         groups, slots = self.schedule.groups, self.schedule.slots
         count = lax.div(self.chunks - self.group + (groups - 1), jnp.int32(groups))
 
-        def release(i):
-            wait_for_stores()
-            arrive(self.m.free.at[remainder(i * groups + self.group, slots)])
-
         def body(i, carry):
-            pl.when(i > 0)(functools.partial(release, i - 1))
             j = i * groups + self.group
             return step(j, self.chunks - 1 - j if self.from_end else j, remainder(j, slots), carry)
 
         carry = lax.fori_loop(0, count, body, carry)
-        pl.when(count > 0)(functools.partial(release, count - 1))
+        pl.when(count > 0)(lambda: self.release((count - 1) * groups + self.group))
         wait_for_stores(only_read=False)
         return carry
+
+    def release_before(self, j: Any) -> None:
+        """Frees the slot of this warpgroup's chunk before the j-th, once its results have left: late in a step."""
+        groups = self.schedule.groups
+        pl.when(j >= groups)(lambda: self.release(j - groups))
+
+    def release(self, j: Any) -> None:
+        """Frees the slot of the j-th chunk to be worked on."""
+        wait_for_stores()
+        arrive(self.m.free.at[remainder(j, self.schedule.slots)])
 
     def parameter(self) -> Any:
         """The readout's, of the program's head."""
@@ -269,6 +271,7 @@ def run(
     groups, slots, exchanges = schedule.groups, schedule.slots, 2 if from_end else 1
     batch, count, _, heads, _ = copied["k"].shape
     chunks = count // WARPS
+    has_decay = any(by_token[key] is not None for key in ("log_decay", "resets"))
 
     def buffer(key, x):
         return number_buffer(slots, CHANNELS) if key == "starts" else row_buffer(slots, *TILE, dtype=x.dtype)
@@ -278,10 +281,14 @@ def run(
         "maps": number_buffer(exchanges, groups, WARPS, CHANNELS),
         "factors": number_buffer(exchanges, groups, WARPS),
         "states": number_buffer(groups, CHANNELS),
-        "full": barrier(len(copied), slots),
+        "decay": number_buffer(slots, WARPS, PIECE) if has_decay else None,
+        "gain": number_buffer(slots, WARPS, PIECE) if by_token["gain"] is not None else None,
+        "full": barrier(len(copied) + 1, slots),
         "free": barrier(1, slots),
         "passed": barrier(1, groups),
     }
+
+    memory = {key: x for key, x in memory.items() if x is not None}
 
     def copy(r, m):
         row, head = lax.axis_index("row"), lax.axis_index("head")
@@ -290,15 +297,36 @@ def run(
         fence_smem()
         arrive(m.passed.at[0])
 
-        @pl.loop(0, chunks)
-        def _(j):
-            n, slot = chunks - 1 - j if from_end else j, remainder(j, slots)
+        def number(j):
+            return chunks - 1 - j if from_end else j
+
+        def begin_gates(j):
+            n = number(jnp.minimum(j, chunks - 1))
+            places = {"log_decay": (head,), "resets": (), "gain": (head,)}
+            return {
+                key: begin_pieces(getattr(r, key).at[(row, pieces(n), slice(None), *own)])
+                for key, own in places.items()
+                if getattr(r, key) is not None
+            }
+
+        def step(j, gates):
+            n, slot = number(j), remainder(j, slots)
             pl.when(j >= slots)(lambda: wait(m.free.at[slot]))
             for key in copied:
                 x = getattr(r, key)
                 source = x.at[row, head, n] if key == "starts" else x.at[row, pieces(n), :, head]
                 begin_copy(source, getattr(m, key).at[slot], m.full.at[slot])
+            following = begin_gates(j + 1)
+            decay = jnp.exp2(LOG2_E * gates["log_decay"].astype(jnp.float32)) if "log_decay" in gates else None
+            decay = product(decay, (1 - gates["resets"]).astype(jnp.float32) if "resets" in gates else None)
+            if decay is not None:
+                put(m.decay.at[slot], decay)
+            if "gain" in gates:
+                put(m.gain.at[slot], gates["gain"].astype(jnp.float32))
+            arrive(m.full.at[slot])
+            return following
 
+        lax.fori_loop(0, chunks, step, begin_gates(0))
         wait_for_readers(m.free, slots, jnp.int32(chunks))
 
     def program(r, m):
