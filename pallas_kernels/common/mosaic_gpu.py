@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 
 from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.platform import platform
@@ -58,6 +60,12 @@ MATRIX_TRANSFORMS: tuple[Any, ...] = (plgpu.TilingTransform((8, 64)), plgpu.Swiz
 def matrix_buffer(*shape: int) -> Any:
     """Shared memory for a bfloat16 matrix that the copy engine or a product takes; the last axis is of 64 or 128."""
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=MATRIX_TRANSFORMS)
+
+
+def halved_buffer(*shape: int) -> Any:
+    """Shared memory for a bfloat16 matrix that products take, and whose blocks of 32 columns are stored apart."""
+    transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
 
 def wide_buffer(*shape: int) -> Any:
@@ -383,18 +391,20 @@ def scale_columns(x: Array, row: Array | None) -> Array:
     return x if row is None else x * lax.broadcast_in_dim(row, x.shape, [1])
 
 
-def split(x: Array) -> tuple[Array, Array]:
-    """`x` as a sum of two bfloat16 values."""
+def split(x: Array, *, rounds: bool = True) -> tuple[Array, Array]:
+    """`x` as a sum of two bfloat16 values, off by at most 2^-18 of it; 2^-17 where the first is not rounded but cut."""
     # Rounded as an integer: a conversion whose result is also wanted in float32 is done for one number at a time, at a
     # quarter of the pace.
-    bits = lax.bitcast_convert_type(x, jnp.int32) + jnp.int32(1 << 15)
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    if rounds:
+        bits = bits + jnp.int32(1 << 15)
     high = lax.bitcast_convert_type(bits & jnp.int32(-(1 << 16)), jnp.float32)
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
-def left_parts(x: Array, is_exact: bool) -> tuple[Array, ...]:
-    """What products take of float32 `x` as their left operand: it rounded or, with `is_exact`, both of its parts."""
-    return split(x) if is_exact else (x.astype(jnp.bfloat16),)
+def left_parts(x: Array, is_exact: bool, *, rounds: bool = True) -> tuple[Array, ...]:
+    """What products take of float32 `x` as their left operand: it rounded or, with `is_exact`, `split`."""
+    return split(x, rounds=rounds) if is_exact else (x.astype(jnp.bfloat16),)
 
 
 def multiply(total: Any, left: Any, right: Any) -> None:
@@ -508,6 +518,23 @@ def _sums(x: Array, buffer: Any, layout: Any) -> Array:
 def fence_smem() -> None:
     """Ends this warpgroup's stores to shared memory, and its reads of tiles, for the copy engine to go on."""
     plgpu.commit_smem()
+
+
+def meet() -> None:
+    """Waits for all threads of the warpgroup, for what they have put into shared memory and take from it themselves.
+
+    Unlike `fence_smem` it waits for no load that is on its way, and neither products nor the copy engine may take it.
+    """
+    if interpreted():
+        return
+
+    @plgpu.inline_mgpu()
+    def join(_):
+        utils = mgpu.utils
+        threads = utils.c(_THREADS, ir.IntegerType.get_signless(32))
+        utils.nvvm.barrier(barrier_id=utils.warpgroup_barrier_idx(sync=False), number_of_threads=threads)
+
+    join()
 
 
 def store(buffer: Any, target: Any, *, last: bool = True) -> None:

@@ -24,7 +24,6 @@ KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("", "linear_sums", 144, TUNED),
     ("few heads", "delta_output_mosaic", 8, COPIES),
     ("scalar-128x128-bfloat16 many heads", "delta_output_mosaic", 8, SCORES),
-    ("scalar-128x128-bfloat16 forward alone", "delta_forward_mosaic", 12, COPIES),
     ("channel-128x128-bfloat16 few heads", "delta_reverse_mosaic", 8, COPIES),
     ("delta+key", "delta_gradients_mosaic", 28, COPIES),
     ("channel", "delta_channel_gradients_mosaic", 80, OPERANDS),

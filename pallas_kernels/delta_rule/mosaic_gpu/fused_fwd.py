@@ -1,94 +1,179 @@
 """The whole forward in one kernel, where rows and heads fill the card and nothing is kept for a backward.
 
-A program has a head of a row. Two warpgroups carry the state, 64 value channels each, as in `fwd`. One more finds what
-does not need the state, as `wy` does, of the chunk after theirs: scores, the inverse, and the factors on rows. None of
-it leaves shared memory. The last one copies.
+A program has a head of a row. Two warpgroups carry the state, 64 value channels each, as in `fwd`, and find half of the
+scores' columns each. One more finds the inverse and the factors on rows, as `wy` does, of the chunk after theirs. Its
+chain of small steps is the longest, so it does nothing else. None of it leaves shared memory. The last one copies.
 """
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.common.decay import LOG2_E, MIN_LOG_DECAY
 from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.common.mosaic_gpu import (
     SIDE,
+    added,
     arrive,
     awaited,
     barrier,
     begin_column,
+    column_numbers,
     fence_smem,
+    halved_buffer,
+    left_parts,
+    load_column,
     load_row,
+    load_turned,
     matrix_buffer,
+    meet,
     multiply,
     number_buffer,
+    remainder,
     row_numbers,
+    scale_columns,
     spread_columns,
     spread_rows,
+    store,
+    store_across,
+    wait,
+    wait_for_stores,
     with_accumulators,
+    zero,
 )
 from pallas_kernels.delta_rule.inputs import Inputs
-from pallas_kernels.delta_rule.mosaic_gpu.fwd import output_kernel
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     REGISTERS_WITH_FACTORS,
     Keys,
     PassArrays,
     call,
     chunk_tiles,
-    near_pairs,
+    keep,
+    row_of,
+    start_state,
     tokens,
 )
 from pallas_kernels.delta_rule.mosaic_gpu.prefix_sum import prefix_sums
 from pallas_kernels.delta_rule.mosaic_gpu.triangular_inverse import unit_lower_inverse
 
 _GATES = "log_decay", "erase", "write"
-_FOUND = "inverse", "erased_rows", "written_rows", "read_rows", "write_rows", "kept"
+_HALF = CHUNK // 2
 
 
 def _forward_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
-    """The pass over chunks, with what `_find_factors` finds in place of tiles."""
-    found = {name: getattr(buffers, name) for name in _FOUND if hasattr(buffers, name)}
-    output_kernel(
-        r,
-        SimpleNamespace(**vars(tiles), **found),
-        buffers,
-        pipeline,
-        place,
-        chunks,
-        kernel_shape=kernel_shape,
-        is_exact=is_exact,
-    )
+    """The pass over chunks of a warpgroup that carries the state.
 
-
-def _find_factors(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
-    """What does not need the state, a chunk ahead of it; a slot's is free when its tiles are."""
-    del is_exact
+    Accumulators are zero from where their scope begins, so scopes are as short as they can be.
+    """
     first, count = chunks
     has_decay = r.log_decay is not None
-    names = [name for name in _GATES if getattr(r, name) is not None]
+    own_scores = pl.ds(place.group * _HALF, _HALF)
     # The scores' scale: a summand of a decay's exponent, or a factor.
     shift, factor = 0.0, kernel_shape.scale
     if has_decay and factor > 0:
         shift, factor = math.log2(factor), 1.0
 
+    def finish(m):
+        """Stores the output of the m-th chunk, transposed, and lets its slot be filled again."""
+        fence_smem()
+
+        @pl.when(m >= 0)
+        def _():
+            pipeline.release(remainder(m, pipeline.num_stages))
+            store(buffers.out.at[place.group], r.out.at[place.batch, tokens(first + m), place.head, place.channels])
+
+    def weighed(m, slot, scores):
+        """This warpgroup's columns of the scores, `[C, C / 2]`."""
+
+        def spread(x, axis):
+            return lax.broadcast_in_dim(x, (CHUNK, _HALF), [axis])
+
+        # An expression of m, see `row_numbers`.
+        columns = column_numbers(_HALF) + (place.group * _HALF + zero(m))
+        near = spread(row_numbers(m), 0) >= spread(columns, 1)
+        if not has_decay:
+            return jnp.where(near, factor * awaited(scores, running=1), 0.0)
+        wait(buffers.summed.at[slot])
+        sums = buffers.sums.at[slot]
+        exponent = spread(load_column(sums) + shift, 0) - spread(load_row(sums.at[own_scores]), 1)
+        weight = jnp.exp2(jnp.where(near, exponent, -jnp.inf))
+        scores = awaited(scores, running=1)
+        return factor * weight * scores if factor != 1.0 else weight * scores
+
+    def step(m, state):
+        slot = pipeline.wait(m)
+        left = state.astype(jnp.bfloat16)
+
+        def find_scores(scores, recalled):
+            multiply(scores, tiles.read.at[slot], tiles.written.at[slot, own_scores].T)
+            multiply(recalled, left, tiles.written.at[slot].T)
+            buffers.scores[slot, :, own_scores] = weighed(m, slot, scores).astype(jnp.bfloat16)
+            finish(m - 1)
+            arrive(buffers.scored.at[slot])
+
+            def read_state(read):
+                multiply(read, left, tiles.read.at[slot].T)
+                wait(buffers.found.at[slot])
+                # Both before values are loaded: see `fwd.residuals`.
+                return awaited(recalled), awaited(read)
+
+            return with_accumulators(read_state, CHUNK)
+
+        recalled, read = with_accumulators(find_scores, _HALF, CHUNK)
+        factors = row_of(buffers, "read_rows", slot)
+        out = read * kernel_shape.scale if factors is None else scale_columns(read, factors)
+        values = scale_columns(load_turned(tiles.v.at[slot, :, place.own]), row_of(buffers, "write_rows", slot))
+        new = values - scale_columns(recalled, row_of(buffers, "erased_rows", slot))
+
+        def invert(residual):
+            for part in left_parts(new, is_exact, rounds=False):
+                multiply(residual, part, buffers.inverse.at[slot].T)
+            return keep(state, buffers.kept[slot] if has_decay else None), awaited(residual)
+
+        after, residual = with_accumulators(invert, CHUNK)
+        written = scale_columns(residual, row_of(buffers, "written_rows", slot)).astype(jnp.bfloat16)
+        residual = residual.astype(jnp.bfloat16)
+
+        def add(state, out):
+            wait(buffers.scored.at[slot])
+            multiply(out, residual, buffers.scores.at[slot].T)
+            multiply(state, written, tiles.written.at[slot])
+            out = awaited(out, running=1)
+            wait_for_stores()
+            buffers.out.at[place.group].T[...] = out.astype(jnp.bfloat16)
+
+        state, _ = added(add, after, out)
+        return state
+
+    state = lax.fori_loop(0, count, step, start_state(r.split_states, place, kernel_shape.key_size))
+    finish(count - 1)
+    store_across(r.final_state.at[place.batch, place.head, :, place.channels], state)
+    wait_for_stores(only_read=False)
+
+
+def _find_factors(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
+    """The inverse and the factors on rows, a chunk ahead of the state; a slot's is free when its tiles are."""
+    del is_exact
+    first, count = chunks
+    has_decay = r.log_decay is not None
+    names = [name for name in _GATES if getattr(r, name) is not None]
+
     def begin_gates(m):
         n = first + jnp.minimum(m, count - 1)
         return tuple(begin_column(getattr(r, name).at[place.batch, tokens(n), place.head]) for name in names)
 
-    def sum_decay(m, log_decay):
+    def sum_decay(m, slot, log_decay):
         """The log decay added up to each token, base 2. What is rounded here is far below the pairs' rounding."""
         step = jnp.maximum(log_decay, MIN_LOG_DECAY) * LOG2_E
-        (decay,) = prefix_sums(m, [step], buffers.sums.at[0])
-        buffers.sums.at[1][...] = decay
-        fence_smem()
+        (decay,) = prefix_sums(m, [step], buffers.in_warp, meet)
+        buffers.sums.at[slot][...] = decay
+        meet()
+        arrive(buffers.summed.at[slot])
         return decay
-
-    def exponent(decay):
-        return spread_rows(decay) - spread_columns(load_row(buffers.sums.at[1]))
 
     def store_rows(slot, decay, erase, write):
         """The factors on rows, and the chunk's."""
@@ -98,7 +183,7 @@ def _find_factors(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: K
             if erase is not None:
                 buffers.erased_rows.at[slot][...] = erase
             return
-        last = buffers.sums[1, CHUNK - 1]
+        last = buffers.sums[slot, CHUNK - 1]
         from_start = jnp.exp2(decay)
         buffers.read_rows.at[slot][...] = kernel_shape.scale * from_start
         buffers.erased_rows.at[slot][...] = from_start if erase is None else erase * from_start
@@ -106,38 +191,29 @@ def _find_factors(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: K
         buffers.kept[slot] = jnp.exp2(last)
 
     def step(m, loaded):
-        gates = {name: x.astype(jnp.float32) for name, x in zip(names, loaded)}
-        following = begin_gates(m + 1)
-        decay: Any = sum_decay(m, gates["log_decay"]) if has_decay else None
         slot = pipeline.wait(m)
+        gates = {name: x.astype(jnp.float32) for name, x in zip(names, loaded)}
         erase = gates.get("erase")
-
-        def find_scores(scores):
-            multiply(scores, tiles.read.at[slot], tiles.written.at[slot].T)
-            store_rows(slot, decay, erase, gates.get("write", erase))
-            near = near_pairs(m, None)
-            if has_decay:
-                weight = jnp.exp2(jnp.where(near, exponent(decay + shift), -jnp.inf))
-                scores = factor * weight * awaited(scores) if factor != 1.0 else weight * awaited(scores)
-            else:
-                scores = jnp.where(near, factor * awaited(scores), 0.0)
-            buffers.scores[slot] = scores.astype(jnp.bfloat16)
-            fence_smem()
-            arrive(buffers.scored.at[slot])
+        inverse = buffers.inverse.at[slot]
 
         def find_erased(erased):
             multiply(erased, tiles.written.at[slot], tiles.written.at[slot].T)
-            # Found once more: kept from above it would be spilled. What is above the diagonal does not count.
-            weight = jnp.exp2(exponent(decay)) if has_decay else 1.0
-            return weight * awaited(erased)
+            decay: Any = sum_decay(m, slot, gates["log_decay"]) if has_decay else None
+            # Far from the next fence, which waits for all that is on its way.
+            following = begin_gates(m + 1)
+            store_rows(slot, decay, erase, gates.get("write", erase))
+            # What is above the diagonal does not count.
+            weight: Any = 1.0
+            if has_decay:
+                weight = jnp.exp2(spread_rows(decay) - spread_columns(load_row(buffers.sums.at[slot])))
+            lower = weight * awaited(erased)
+            if erase is not None:
+                lower = spread_rows(erase) * lower
+            # What is inverted lies where the result goes.
+            inverse[...] = unit_lower_inverse(lower, row_numbers(m), inverse, buffers.blocks)
+            return following
 
-        with_accumulators(find_scores, CHUNK)
-        erased = with_accumulators(find_erased, CHUNK)
-        if erase is not None:
-            erased = spread_rows(erase) * erased
-        inverse = buffers.inverse.at[slot]
-        # What is inverted lies where the result goes.
-        inverse[...] = unit_lower_inverse(erased, row_numbers(m), inverse, buffers.blocks)
+        following = with_accumulators(find_erased, CHUNK)
         fence_smem()
         arrive(buffers.found.at[slot])
         return following
@@ -162,15 +238,16 @@ def forward(
     names += ["write_rows"] * (x.write is not None)
     buffers = {
         "out": matrix_buffer(groups, CHUNK, SIDE),
-        "scores": matrix_buffer(num_stages, CHUNK, CHUNK),
+        "scores": halved_buffer(num_stages, CHUNK, CHUNK),
         "inverse": matrix_buffer(num_stages, CHUNK, CHUNK),
         "blocks": matrix_buffer(CHUNK // 2, CHUNK),
-        "scored": barrier(1, num_stages),
+        "scored": barrier(groups, num_stages),
         "found": barrier(1, num_stages),
         **{name: number_buffer(num_stages, CHUNK) for name in names},
     }
     if has_decay:
-        buffers |= {"sums": number_buffer(2, CHUNK), "kept": number_buffer(num_stages)}
+        buffers |= {"sums": number_buffer(num_stages, CHUNK), "summed": barrier(1, num_stages)}
+        buffers |= {"in_warp": number_buffer(CHUNK), "kept": number_buffer(num_stages)}
     arrays = PassArrays(**dict.fromkeys(PassArrays._fields))  # type: ignore[arg-type]
     arrays = arrays._replace(written=Keys(x.k, False), read=Keys(x.q, False), v=x.v)
     gates = {"log_decay": x.log_decay, "erase": x.erase, "write": None if x.write is x.erase else x.write}

@@ -74,7 +74,7 @@ def residuals(
     values Z count as zero. With `reads_first` both of the state's products are awaited before values are loaded. That
     takes fewer registers: with less than 224 a thread the assembler has all products wait for one another otherwise,
     and beside a fence in `values_of` it spills. `meanwhile` is called while the first product runs. `values_of` loads
-    values Z that are not in the slot. `kept` may be a function that loads it.
+    values Z that are not in the slot.
     """
     left = state.astype(jnp.bfloat16)
     erased = getattr(tiles, "erased", tiles.written)
@@ -96,7 +96,7 @@ def residuals(
         parts = left_parts(new, is_exact)
         for part in parts:
             multiply(residual, part, tiles.inverse.at[slot].T)
-        after = keep(state, kept() if callable(kept) else kept)
+        after = keep(state, kept)
         if not reads_first:
             outs = [scaled(awaited(read, running=len(parts))) for read in reads]  # type: ignore[misc]
         return awaited(residual), after, *outs
@@ -123,8 +123,7 @@ def values_written(
 def output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
     """Outputs and final state; the loop of a warpgroup that carries the state, with `call`'s arguments.
 
-    Where another warpgroup finds the scores they are `buffers.scores`, else a tile. Where it finds all else that does
-    not need the state, too, `tiles` has that in place of tiles, and `buffers.found` are its barriers.
+    Where another warpgroup finds the scores they are `buffers.scores`, else a tile.
     """
     first, count = chunks
     finds_scores = hasattr(buffers, "scores")
@@ -155,21 +154,11 @@ def output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: K
     def step(m, state):
         n = first + m
         slot = pipeline.wait(m)
-        # Loaded where it is used if another warpgroup finds it.
-        kept: Any = functools.partial(load_kept, r, tiles, place, slot, n)
-        if not hasattr(buffers, "found"):
-            kept = kept()
+        kept = load_kept(r, tiles, place, slot, n)
 
         def scaled(out):
             factors = row_of(tiles, "read_rows", slot)
             return out * kernel_shape.scale if factors is None else scale_columns(out, factors)
-
-        def meanwhile():
-            """What is done while the first product runs."""
-            if finds_scores:
-                finish(m - 1)
-            if hasattr(buffers, "found"):
-                wait(buffers.found.at[slot])
 
         if kernel_shape.online:
             residual, after, out = residuals(
@@ -181,7 +170,7 @@ def output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: K
                 is_exact,
                 scaled,
                 reads_first=finds_scores or single_stage is not None,
-                meanwhile=meanwhile,
+                meanwhile=functools.partial(finish, m - 1) if finds_scores else None,
                 values_of=None if single_stage is None else lambda: load_values(m),
             )
             written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)

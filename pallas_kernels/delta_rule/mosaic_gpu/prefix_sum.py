@@ -1,6 +1,6 @@
 """Prefix sums over a chunk's tokens: over the rows of each warp by shuffles, then those of the warps before it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import Array
@@ -17,18 +17,19 @@ from pallas_kernels.common.mosaic_gpu import BAND, WARPS, fence_smem, interprete
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
-def prefix_sums(m: Any, parts: Sequence[Array], in_warp: Any) -> list[Array]:
+def prefix_sums(m: Any, parts: Sequence[Array], in_warp: Any, join: Callable[[], None] = fence_smem) -> list[Array]:
     """Inclusive prefix sums of numbers `[C]` float32, one for each row.
 
     Args:
         m: the loop's variable, see `row_numbers`.
         parts: the numbers, of each sum that is wanted.
         in_warp: shared memory for as many float32 numbers; the warps' own sums are left there.
+        join: waits for all threads of the warpgroup.
     """
     found = [sums_by_warp(x) for x in parts]
     for i, x in enumerate(found):
         in_warp.at[pl.ds(i * CHUNK, CHUNK)][...] = x
-    fence_smem()
+    join()
     rows = row_numbers(m)
     for i, x in enumerate(found):
         for last in range(BAND - 1, CHUNK - 1, BAND):  # of each warp but the last
