@@ -20,7 +20,8 @@ each block of value channels, value head, and split of each sequence, which goes
 | module | kernel | reads | writes | grid |
 |---|---|---|---|---|
 | `wy` | `delta_prepare` | q, k, k~, erase, decay | A, P, decay factors | chunk |
-| | `delta_prepare_extreme` | the same | A, P of chunks with an extreme channel-wise decay | chunk |
+| `extreme_chunks` | `delta_list_extreme` | marks of chunks | a list of those with an extreme decay by channel | one |
+| `wy` | `delta_prepare_extreme` | as `delta_prepare` | A, P of these | listed chunk |
 | `split_sequence` | `delta_segment_maps` | A, factors, k, v, write | each split's affine map of the state | pass |
 | | `delta_fold_segments` | maps, first state | the state at each split's start | value blocks, heads, rows |
 | | `delta_compose_segments` | maps | the map of a shard of a row | value and key blocks, heads, rows |
@@ -31,7 +32,7 @@ each block of value channels, value head, and split of each sequence, which goes
 | `bwd_dh` | `delta_reverse` | dO, A, P, factors, v, write | `dS_C` of chunks, dv, d write | pass, reversed |
 | `bwd_pairs` | `delta_pair_gradients` | dO, R, dW | gradients of P and of A's matrix | chunk |
 | `bwd_dqkg` | `delta_gradients` | all of the above | dq, dk, dk~, d erase, d decay | chunk, key blocks |
-| | `delta_gradients_extreme` | the same | the same, of chunks with an extreme decay | chunk, key blocks |
+| | `delta_gradients_extreme` | the same | the same, of chunks with an extreme decay | listed chunk, key blocks |
 | `closed_gates` | `delta_zero_closed` | gates | zeros in dv, dk, dk~ where a gate is 0 | chunk |
 | `decode` | `delta_decode` | one token, the state | out, the state in its place | value blocks, heads, rows |
 | `decode_delayed` | `delta_decode_delayed` | a token, the state, delayed updates | out, a write, the state | the same |

@@ -35,14 +35,14 @@ H200 = AbstractMesh(
 )
 # Forward: prepare and output, with segments also maps and fold. Backward: states, reverse, two of gradients, zeros of
 # closed gates (of one number a token); with segments also offsets and fold. Channel-wise decay: two kernels for extreme
-# chunks, and the factors once more.
+# chunks, the list of these, and the factors once more.
 KERNELS = {
     ("none", 1): 7,
     ("none", 2): 11,
     ("scalar", 1): 7,
     ("scalar", 2): 11,
-    ("channel", 1): 9,
-    ("channel", 2): 13,
+    ("channel", 1): 10,
+    ("channel", 2): 14,
 }
 
 

@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.decay import LOG2_E
 from pallas_kernels.common.platform import HOPPER, card_words, platform
+from pallas_kernels.common.triton.visits import Visits, Window, windows
 from pallas_kernels.common.vma import varying_axes
 
 # The Triton backend is deprecated upstream in favour of Mosaic GPU, whose kernels would stand beside these.
@@ -102,6 +103,7 @@ def call(
     launch: KernelConfig,
     *,
     updates: Mapping[str, Operand] | None = None,
+    visits: Visits | None = None,
     **static: Any,
 ) -> dict[str, Array | None]:
     """Runs `kernel(namespace, **static)` over `grid`.
@@ -114,6 +116,8 @@ def call(
         outputs: likewise; None is not written.
         launch: compilation parameters; the namespace has its `is_lean` too.
         updates: outputs that exist already, by the names of `outputs`: what the kernel does not write stays.
+        visits: which places of the grid the kernel runs at; None for all. The namespace has the indices as `visit`, and
+            windows (`visits.Window`) for references.
         **static: passed to the kernel.
 
     Returns:
@@ -125,8 +129,21 @@ def call(
     wanted = {key: operand for key, operand in outputs.items() if operand is not None}
     absent = dict.fromkeys([*inputs, *outputs])
 
+    def run(refs, visit):
+        found = absent | dict(zip([*given, *wanted], refs))
+        kernel(SimpleNamespace(**found, is_lean=launch.is_lean, visit=visit), **static)
+
     def body(*refs):
-        kernel(SimpleNamespace(**{**absent, **dict(zip([*given, *wanted], refs))}, is_lean=launch.is_lean), **static)
+        if visits is None:
+            run(refs, None)
+            return
+        operands = [*given.values(), *wanted.values()]
+        visits.walk(refs[0], lambda at: run(windows(refs[1:], operands, at), at))
+
+    before = [] if visits is None else [whole(visits.listed)]
+
+    def specs(operands):
+        return [operand.spec if visits is None else pl.BlockSpec() for operand in operands]
 
     body.__name__ = body.__qualname__ = name
     varying = varying_axes([operand.array for operand in given.values()])
@@ -137,19 +154,19 @@ def call(
         results = pl.pallas_call(
             body,
             name=name,
-            grid=grid,
-            in_specs=[operand.spec for operand in given.values()],
-            out_specs=[operand.spec for operand in wanted.values()],
+            grid=grid if visits is None else visits.grid,
+            in_specs=specs([*before, *given.values()]),
+            out_specs=specs(wanted.values()),
             out_shape=[
                 jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype, manual_axis_type=varies)
                 for operand in wanted.values()
             ],
-            input_output_aliases={n: list(wanted).index(key) for n, key in enumerate(updates)},
+            input_output_aliases={n: list(wanted).index(key) for n, key in enumerate(updates, len(before))},
             interpret=interpreted(),
             compiler_params=None
             if interpreted()
             else plt.CompilerParams(num_warps=launch.num_warps, num_stages=launch.num_stages),
-        )(*(operand.array for operand in given.values()))
+        )(*(operand.array for operand in [*before, *given.values()]))
     return {**dict.fromkeys(outputs), **dict(zip(wanted, results))}
 
 
@@ -307,7 +324,7 @@ def rounded_product(x: Array, y: Array) -> Array:
 
 def load_again(ref) -> Array:
     """A reference's value, loaded once more: the compiler does not keep an earlier load in registers instead."""
-    return ref[...] if interpreted() else plt.load(ref, volatile=True)
+    return ref[...] if interpreted() else plt.load(ref.ref if isinstance(ref, Window) else ref, volatile=True)
 
 
 def load_rows(ref, start, size: int, limit, other: float) -> Array:

@@ -25,10 +25,10 @@ from pallas_kernels.delta_rule.mosaic_gpu.wy_channel import channel_factors
 from pallas_kernels.delta_rule.triton import bwd_dqkg as triton_gradients
 from pallas_kernels.delta_rule.triton.bwd_dh import Reversed
 from pallas_kernels.delta_rule.triton.bwd_dqkg import of_argument
-from pallas_kernels.delta_rule.triton.bwd_dqkg_channel import EXTREME_WIDTH
 from pallas_kernels.delta_rule.triton.bwd_pairs import Saved, bwd_pairs, reader_ratio
 from pallas_kernels.delta_rule.triton.channel_decay import is_flat
 from pallas_kernels.delta_rule.triton.closed_gates import zero_closed
+from pallas_kernels.delta_rule.triton.extreme_chunks import EXTREME_WIDTH
 from pallas_kernels.delta_rule.triton.fwd import has_decay
 from pallas_kernels.delta_rule.triton.split_sequence import SplitTransitions
 from pallas_kernels.delta_rule.triton.wy import WYFactors, with_extreme
@@ -235,7 +235,7 @@ def bwd_dqkg(
     if has_channels:
         if erase is not None:  # in the first part, as the stage below has them
             d_erase = jnp.pad(d_erase[None], ((0, max(1, kernel_shape.key_size // EXTREME_WIDTH) - 1), *[(0, 0)] * 3))
-        of_extreme = config.pair_gradients, tied_gates, prepared.extreme
+        of_extreme = config.pair_gradients, tied_gates, prepared.listed
         gradients = triton_gradients.bwd_dqkg(
             kernel_shape,
             x,

@@ -33,7 +33,6 @@ from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.triton.pairs import diagonal, pair_gradients, sum_of, sum_of_parts
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.triton.bwd_dqkg_channel import (
-    EXTREME_WIDTH,
     StateProducts,
     channel_gradients,
     extreme_channel_gradients,
@@ -48,6 +47,7 @@ from pallas_kernels.delta_rule.triton.bwd_pairs import (
 )
 from pallas_kernels.delta_rule.triton.channel_decay import is_flat
 from pallas_kernels.delta_rule.triton.closed_gates import zero_closed
+from pallas_kernels.delta_rule.triton.extreme_chunks import EXTREME_WIDTH, extreme_visits
 from pallas_kernels.delta_rule.triton.wy import WYFactors, erase_key, load_chunk_decay, load_wide
 
 
@@ -90,11 +90,11 @@ def _state_products(
     return result
 
 
-def _keys_kernel(r, *, kernel_shape: KernelShape, block: int, tied_gates: bool, of_extreme: bool = False):
+def _keys_kernel(r, *, kernel_shape: KernelShape, block: int, tied_gates: bool):
     if r.log_decay is None or len(r.log_decay.shape) == 1:
         _store_key_side(r, kernel_shape, block, tied_gates)
         return
-    last_token = kernel_shape.last_token(pl.program_id(1))
+    last_token = kernel_shape.last_token(pl.program_id(1) if r.visit is None else r.visit[1])
 
     def store(find):
         def find_sums(side: str | None = None) -> StateProducts:
@@ -103,10 +103,10 @@ def _keys_kernel(r, *, kernel_shape: KernelShape, block: int, tied_gates: bool, 
         d_erased, d_key = find(r, kernel_shape, last_token, find_sums)
         _store_key_gradients(r, load_again(r.k), load_wide(r.erase), d_erased, d_key)
 
-    if r.extreme is None:
+    if r.visit is not None:
+        store(extreme_channel_gradients)
+    elif r.extreme is None:
         store(channel_gradients)
-    elif of_extreme:
-        pl.when(r.extreme[...] != 0)(lambda: store(extreme_channel_gradients))
     else:
         pl.when(r.extreme[...] == 0)(lambda: store(channel_gradients))
 
@@ -382,12 +382,14 @@ def bwd_dqkg(
     results = others or call(_keys_kernel, "delta_gradients", *arrays(blocks), launch, **static)
     if is_channel_side and prepared.extreme is not None:
         grid, given, outputs = arrays(dataclasses.replace(blocks, width=finest))
+        del given["extreme"]
         updates = {
             name: dataclasses.replace(operand, array=results[name])  # type: ignore[arg-type]
             for name, operand in outputs.items()
             if operand is not None
         }
-        options: dict[str, Any] = {"updates": updates, "of_extreme": True, **static}
+        visits = extreme_visits(kernel_shape, prepared.listed, parts=kernel_shape.key_size // finest)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"updates": updates, "visits": visits, **static}
         results = call(_keys_kernel, "delta_gradients_extreme", grid, given, outputs, launch, **options)
     results["d_write"] = None if tied_gates else saved.back.d_write
     d_v, results["d_k"], results["d_write_key"] = zero_closed(

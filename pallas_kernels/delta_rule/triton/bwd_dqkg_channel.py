@@ -30,9 +30,6 @@ from pallas_kernels.delta_rule.triton.channel_decay import (
     start_factor,
 )
 
-# Width of a block of key channels of an extreme chunk: wider ones would hold more than there are registers.
-EXTREME_WIDTH = 32
-
 
 def _written_key(r):
     return r.k if r.write_key is None else r.write_key
@@ -177,19 +174,17 @@ def extreme_channel_gradients(
 
     q, k, key = r.q[...], r.k[...], _written_key(r)[...]
     erase = None if r.erase is None or len(r.erase.shape) == 1 else r.erase[...]
-    d_scores: Array = r.d_scores[...]
-    d_pairs: Any = r.d_erased[...] if kernel_shape.online else None
     step = clamped_steps(load_again(r.log_decay), load_resets(r))
 
     def add_group(group, sums):
         d_q, d_erased, d_key = sums
         reads, writes, is_here = extreme_factors(step, group, kernel_shape.dtype)
         written = key.astype(jnp.float32) * writes
-        d_near = jnp.where(is_here, d_scores, 0.0)
+        d_near = jnp.where(is_here, load_again(r.d_scores), 0.0)
         d_q = d_q + reads * dot(d_near, written, precise=is_precise)
         d_written = dot_tn(d_near, q.astype(jnp.float32) * reads, precise=is_precise)
         if kernel_shape.online:
-            d_near = jnp.where(is_here, d_pairs, 0.0)
+            d_near = jnp.where(is_here, load_again(r.d_erased), 0.0)
             d_erased = d_erased + reads * dot(d_near, written, precise=is_precise)
             erased = k.astype(jnp.float32) * reads
             if erase is not None:

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import pallas as pl
 
-from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.config import NUM_SMS, KernelConfig
 from pallas_kernels.common.decay import divisible
 from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise
 from pallas_kernels.common.triton.backend import call, dot, dot_nt
@@ -20,6 +19,7 @@ from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.triton.pairs import diagonal, sum_of_parts, weigh_pairs
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.triton.bwd_dh import Reversed
+from pallas_kernels.delta_rule.triton.extreme_chunks import extreme_visits
 from pallas_kernels.delta_rule.triton.wy import load_chunk_decay, load_wide
 
 
@@ -101,16 +101,6 @@ def load_residuals(r, part) -> Array:
 
 
 def _pairs_kernel(r, *, kernel_shape: KernelShape, block: int, tied_gates: bool):
-    def store():
-        _store_pairs(r, kernel_shape, block, tied_gates)
-
-    if r.extreme is None:
-        store()
-    else:
-        pl.when(r.extreme[...] != 0)(store)
-
-
-def _store_pairs(r, kernel_shape: KernelShape, block: int, tied_gates: bool):
     def terms(part):
         residual = load_residuals(r, part)
         d_scores = dot(r.d_out[:, part], residual)
@@ -155,9 +145,9 @@ def bwd_pairs(
     saved: Saved,
     launch: KernelConfig,
     tied_gates: bool = False,
-    extreme: Array | None = None,
+    listed: Array | None = None,
 ) -> PairGradients:
-    """DP and dT of each chunk, `[B, HV, N, C, C]`; with `extreme` only where it is not zero."""
+    """DP and dT of each chunk, `[B, HV, N, C, C]`; with `listed` (`list_extreme`) only of these."""
     p, x = kernel_shape, inputs
 
     def at(h, n, b):
@@ -185,7 +175,6 @@ def bwd_pairs(
             "residuals": of_matrix(saved.residuals, p.value_size),
             "values": token(x.v) if saved.residuals is None else None,
             "d_values": token(saved.back.d_values) if p.online else None,
-            "extreme": p.of_head(extreme, (None,), lambda h, n, b: (b, h, n)),
             "v": None if x.value_key is None else token(x.v),
         },
         {
@@ -197,6 +186,7 @@ def bwd_pairs(
             "d_added_own": None if x.value_key is None else own,
         },
         launch,
+        visits=None if listed is None else extreme_visits(p, listed, 3 * NUM_SMS),
         kernel_shape=p,
         block=min(launch.inner, p.value_size),
         tied_gates=tied_gates,

@@ -43,6 +43,7 @@ from pallas_kernels.delta_rule.triton.channel_decay import (
     runs_of,
     start_factor,
 )
+from pallas_kernels.delta_rule.triton.extreme_chunks import EXTREME_WIDTH, extreme_visits, list_extreme
 from pallas_kernels.delta_rule.triton.triangular_inverse import unit_lower_inverse
 
 
@@ -70,6 +71,7 @@ class WYFactors(NamedTuple):
         added_pairs: with a value key, erase keys' products with it, `[B, HV, N, C, C]`, else None.
         decay_sums: in Mosaic GPU, where another stage finds the scores: see `PassArrays`; else None.
         write_rows: in Mosaic GPU, where the erase gate is the write gate, too: it, `[B, HV, T]` float32; else None.
+        listed: the chunks that `extreme` marks, as `list_extreme` has them; None without `extreme`.
     """
 
     inverse: Array | None
@@ -90,6 +92,7 @@ class WYFactors(NamedTuple):
     added_pairs: Array | None = None
     decay_sums: Array | None = None
     write_rows: Array | None = None
+    listed: Array | None = None
 
 
 def load_wide(ref) -> Any:
@@ -225,11 +228,9 @@ def _store_channel_pairs(r, scores: Array, erased: Array, runs, scale: float):
 
 
 def _extreme_kernel(r, *, scale: float, block: int):
-    @pl.when(r.extreme[...] != 0)
-    def _():
-        _store_extreme_pairs(r, scale, block)
-        if r.read is not None:
-            _store_extreme_factors(r, key_parts(r.q.shape[1], block), load_resets(r))
+    _store_extreme_pairs(r, scale, block)
+    if r.read is not None:
+        _store_extreme_factors(r, key_parts(r.q.shape[1], block), load_resets(r))
 
 
 def _store_extreme_pairs(r, scale: float, block: int):
@@ -388,7 +389,8 @@ def with_extreme(
         launch: as in `wy_factors`.
         names: with those of all factors or without.
     """
-    operands, static = _arguments(kernel_shape, inputs, launch)
+    listed = list_extreme(prepared.extreme)  # type: ignore[arg-type]
+    operands, static = _arguments(kernel_shape, inputs, dataclasses.replace(launch, inner=EXTREME_WIDTH))
     found = {name: operand for name, operand in _outputs(kernel_shape, inputs).items() if name in names and operand}
     updates = {name: dataclasses.replace(at, array=getattr(prepared, name)) for name, at in found.items()}
     if "scores" in found:  # in the dtype in which the kernel before has them
@@ -397,10 +399,11 @@ def with_extreme(
         _extreme_kernel,
         "delta_prepare_extreme",
         kernel_shape.chunk_grid,
-        {**operands, "extreme": _of_chunk(kernel_shape, prepared.extreme)},
+        operands,
         {**dict.fromkeys(OF_EXTREME), **found},
         launch,
         updates=updates,
+        visits=extreme_visits(kernel_shape, listed),
         **static,
     )
-    return prepared._replace(**{name: exact[name] for name in found})
+    return prepared._replace(listed=listed, **{name: exact[name] for name in found})

@@ -393,8 +393,8 @@ def loss(x, implementation=None):
     [
         pytest.param("none", False, 5, 1, marks=pytest.mark.slow),
         pytest.param("scalar", False, 5, 1, marks=pytest.mark.slow),
-        ("channel", False, 5, 4),
-        pytest.param("channel", True, 5, 3, marks=pytest.mark.slow),
+        ("channel", False, 5, 5),
+        pytest.param("channel", True, 5, 4, marks=pytest.mark.slow),
         ("scalar", True, 3, 3),
     ],
 )
@@ -402,8 +402,8 @@ def loss(x, implementation=None):
 def test_hopper_cards_take_them_unasked(decay, channels, here, triton_kernels, implementation):
     """The first stage, output, states, the gradient's pass, and the gradients of arguments.
 
-    Triton has the first and the last of extreme chunks, the last of an erase gate by channel under one decay a head,
-    and zeros of closed gates (of one number a token).
+    Triton has the list of extreme chunks and their first and last stages, the last of an erase gate by channel under
+    one decay a head, and zeros of closed gates (of one number a token).
     """
     x = arguments(decay, channels, jnp.bfloat16, length=64)
     text = lowered(jax.grad(lambda x: loss(x, implementation)), x)

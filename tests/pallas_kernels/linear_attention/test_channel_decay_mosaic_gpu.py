@@ -66,7 +66,7 @@ def test_all_stages_but_those_of_extreme_chunks_are_in_mosaic_gpu():
     x = dict.fromkeys(("q", "k", "v", "log_decay"), jnp.zeros((1, 64, 2, 128), jnp.bfloat16))
     with jax.sharding.use_abstract_mesh(H200):
         text = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    assert (text.count("mosaic_gpu_v2"), text.count("xla.gpu.triton")) == (5, 3)
+    assert (text.count("mosaic_gpu_v2"), text.count("xla.gpu.triton")) == (5, 4)
 
 
 def test_rests_leave_a_sixteenth_of_what_rounding_takes():
