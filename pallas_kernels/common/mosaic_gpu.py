@@ -74,9 +74,13 @@ def wide_buffer(*shape: int) -> Any:
     return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
 
 
-def either_buffer(*buffers: Any) -> Any:
-    """Shared memory for one of several buffers at a time: a reference that is taken apart into one for each."""
-    return plgpu.RefUnion(*buffers)
+def either_buffer(*buffers: Any, by_group: bool = False) -> Any:
+    """Shared memory for one of several buffers at a time: a reference that is taken apart into one for each.
+
+    `by_group`: each warpgroup has a part of its own. The interpreter, which takes accesses of two warpgroups for a race
+    wherever they are, then has memory for all.
+    """
+    return buffers if by_group and interpreted() else plgpu.RefUnion(*buffers)
 
 
 def plain_buffer(*shape: int) -> Any:

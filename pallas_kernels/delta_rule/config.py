@@ -177,8 +177,8 @@ def mosaic_config(
         slots = 1 if has_write_key or has_channel_decay else 2
         stages["gradients"] = MosaicConfig(num_compute_warpgroups=2, num_stages=slots, num_ctas=processors)
     if has_channel_decay:
-        # A float32 gate beside the decay leaves room for one block of channels, as does any beside a write key.
-        has_room = not has_channel_erase or not (has_wide_erase or has_write_key)
+        # A float32 gate beside the decay and a write key leaves room for one block of channels.
+        has_room = not (has_channel_erase and has_wide_erase and has_write_key)
         stages["prepare"] = MosaicConfig(num_compute_warpgroups=2, num_stages=2 if has_room else 1, num_ctas=processors)
     elif not has_channel_erase:
         stages["prepare"] = MosaicConfig(

@@ -34,7 +34,8 @@ from pallas_kernels.delta_rule.mosaic_gpu.prefix_sum import prefix_sums
 from pallas_kernels.delta_rule.mosaic_gpu.wy_tile_scheduler import (
     WYTileScheduler,
     call,
-    pair_buffers,
+    pair_buffer,
+    parts_buffer,
     store_growth,
     store_inverse,
 )
@@ -131,7 +132,7 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
             if getattr(r, name) is not None:
                 store(line(m, name), getattr(r, name).at[b, h, tokens(n)])
         store_growth(r, scheduler, m, diagonal(erased, m), memory.lines.at[scheduler.own(m), 0])
-        store_inverse(r, memory, scheduler, m, erased)
+        store_inverse(r, memory, scheduler, m, erased, memory.parts.at[scheduler.own(m)])
         return _
 
     lax.fori_loop(0, scheduler.count, step, jnp.int32(0))
@@ -169,8 +170,10 @@ def wy_factors(
     }
 
     def buffers(num_compute_warpgroups):
-        return pair_buffers(num_compute_warpgroups) | {
-            "lines": number_buffer(num_compute_warpgroups, len(_LINES) // 2, 2 * CHUNK)
+        return {
+            "parts": parts_buffer(num_compute_warpgroups),
+            "pairs": pair_buffer(num_compute_warpgroups),
+            "lines": number_buffer(num_compute_warpgroups, len(_LINES) // 2, 2 * CHUNK),
         }
 
     found = call(

@@ -9,8 +9,9 @@ The equations and the results are those of `pallas_kernels.delta_rule.triton.wy`
 
 A warpgroup has a chunk for itself, and goes over its key channels in blocks of 64. Sums over tokens, of the log decay,
 are products with matrices of -1, 0 and 1. Q' and E' are left operands of the pairs' products, in registers; K' goes
-through shared memory. The scaled matrices leave through the tiles that they are made of; with one key, what is written
-leaves through a tile of its own, or what is erased through that of an erase gate by channel in bfloat16.
+through shared memory, in the place of the log decay, which is read before, as is scratch of the inverse. The scaled
+matrices leave through the tiles that they are made of; with one key, what is written leaves through a tile of its own,
+or what is erased through that of an erase gate by channel.
 
 Linear attention erases nothing: there P is the only matrix of pairs, and nothing is inverted. Its written keys leave
 through the keys' tile, since nothing else is made of them.
@@ -55,7 +56,7 @@ from pallas_kernels.delta_rule.mosaic_gpu.pipeline import run_rows, tokens
 from pallas_kernels.delta_rule.mosaic_gpu.wy_tile_scheduler import (
     WYTileScheduler,
     call,
-    pair_buffers,
+    pair_buffer,
     reduced,
     store_growth,
     store_inverse,
@@ -72,7 +73,7 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
     sources = {"read": "q", "erased": "k", "written": "k" if not p.online else "written"}
     if r.write_key is not None:
         sources["written"] = "write_key"
-    elif not hasattr(tiles, "written") and p.online:
+    elif r.erase is not None:
         sources |= {"erased": "erase", "written": "k"}
 
     def numbers(m, name):
@@ -89,24 +90,25 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
     def matrix(name, slot):
         return load_matrix(getattr(tiles, name).at[slot]).astype(jnp.float32)
 
-    def part_of(m, i):
-        """Shared memory for a matrix's two bfloat16 parts."""
-        return memory.parts.at[scheduler.own(m), i]
+    def part_of(slot, i):
+        """Shared memory for a matrix's two bfloat16 parts: where the block's log decay has been."""
+        return tiles.log_decay_parts.at[slot, i]
 
-    def store_parts(m, x):
+    def store_parts(slot, x):
         for i, rounded in enumerate(split(x)):
-            part_of(m, i)[...] = rounded
+            part_of(slot, i)[...] = rounded
 
     def decays(m, part, slot):
         """Binary exponent of `exp(G - G_m)`; stores what the channels' decay comes to, and its part of `numbers`."""
         step = by_token(jnp.maximum(matrix("log_decay", slot), MIN_LOG_DECAY), "goes_on", m)
-        store_parts(m, step * LOG2_E)
+        fence_smem()  # all is read before its parts come in its place
+        store_parts(slot, step * LOG2_E)
         fence_smem()
 
         def body(exponent, sums):
             for i in (0, 1):
-                multiply(exponent, memory.signs.at[zero(m)], part_of(m, i))
-                multiply(sums, part_of(m, i).T, memory.ends.at[zero(m)].T)
+                multiply(exponent, memory.signs.at[zero(m)], part_of(slot, i))
+                multiply(sums, part_of(slot, i).T, memory.ends.at[zero(m)].T)
             return awaited(exponent), awaited(sums)
 
         exponent, sums = with_accumulators(body, SIDE, _SUMS)
@@ -150,12 +152,14 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
         k = matrix("k", slot)
         written = (k if r.write_key is None else matrix("write_key", slot)) * jnp.exp2(-exponent)
         leave("written", written * tail, "reaches")
-        store_parts(m, written)
+        store_parts(slot, written)
         reads = jnp.exp2(exponent)
         if p.online:
             erased = k * reads
             if r.erase is not None:
                 erased = matrix("erase", slot) * erased
+                if hasattr(tiles, "erase_parts"):
+                    fence_smem()  # likewise
             erased = by_token(erased, "erase", m)
             leave("erased", erased * front, "sees")
         read = matrix("q", slot) * reads
@@ -170,17 +174,20 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
         def body(scores, *erased_pairs):
             # Q' and K' go in two parts each: rounding them would double the error of the output.
             for total in erased_pairs:
-                multiply(total, erased, part_of(m, 0).T)
-                multiply(total, erased, part_of(m, 1).T)
-            multiply(scores, high, part_of(m, 0).T)
-            multiply(scores, low, part_of(m, 0).T)
-            multiply(scores, high, part_of(m, 1).T)
+                multiply(total, erased, part_of(slot, 0).T)
+                multiply(total, erased, part_of(slot, 1).T)
+            multiply(scores, high, part_of(slot, 0).T)
+            multiply(scores, low, part_of(slot, 0).T)
+            multiply(scores, high, part_of(slot, 1).T)
 
         return added(body, *pairs)
 
     def tile(name, slot):
         """The tile through which a scaled matrix leaves."""
-        return getattr(tiles, sources[name]).at[slot]
+        source = sources[name]
+        if hasattr(tiles, f"{source}_parts"):
+            return getattr(tiles, f"{source}_parts").at[slot, 0]
+        return getattr(tiles, source).at[slot]
 
     def causal(m, pairs, *, strict):
         rows, columns = spread_rows(row_numbers(m)), spread_columns(column_numbers())
@@ -211,7 +218,8 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
         fence_smem()
         scheduler.release_rows(m)
         if p.online:
-            store_inverse(r, memory, scheduler, m, lower)
+            last = scheduler.slot(m, scheduler.parts - 1)  # nobody fills it before the next chunk begins
+            store_inverse(r, memory, scheduler, m, lower, tiles.log_decay_parts.at[last])
         return _
 
     lax.fori_loop(0, scheduler.count, step, jnp.int32(0))
@@ -238,7 +246,7 @@ def channel_factors(
         rows["erase"] = jnp.swapaxes(x.erase.astype(jnp.float32), 1, 2)
     keys = {name: getattr(x, name) for name in ("q", "k", "write_key", "erase", "log_decay")}
     keys["erase"] = x.erase if is_channel_wise(x.erase) else None
-    leaves_through_gate = keys["erase"] is not None and keys["erase"].dtype == jnp.bfloat16
+    keys["log_decay"] = x.log_decay.astype(jnp.float32)  # type: ignore[union-attr]
     token = jnp.arange(CHUNK)
     is_early = token <= _MIDDLE
     signs = jnp.where(token <= token[:, None], jnp.where(is_early, 0, 1), jnp.where(is_early, -1, 0))
@@ -257,8 +265,9 @@ def channel_factors(
         outputs["erased"] = None
 
     def buffers(num_compute_warpgroups):
-        return pair_buffers(num_compute_warpgroups) | {
-            "numbers": number_buffer(num_compute_warpgroups, len(_NUMBERS), p.key_size)
+        return {
+            "pairs": pair_buffer(num_compute_warpgroups),
+            "numbers": number_buffer(num_compute_warpgroups, len(_NUMBERS), p.key_size),
         }
 
     return call(
@@ -275,5 +284,5 @@ def channel_factors(
         parts=p.key_size // SIDE,
         num_stages=num_stages,
         num_ctas=num_ctas,
-        with_written=p.online and x.write_key is None and not leaves_through_gate,
+        with_written=p.online and x.write_key is None and keys["erase"] is None,
     )

@@ -22,6 +22,7 @@ from pallas_kernels.common.mosaic_gpu import (
     barrier,
     begin_column,
     begin_copy,
+    either_buffer,
     fence_smem,
     launch,
     load_channels,
@@ -193,10 +194,13 @@ def store_growth(r: Any, scheduler: WYTileScheduler, m: Any, own: Array, line: A
     r.growth[b, h, n] = reduced(line, total)
 
 
-def store_inverse(r: Any, memory: Any, scheduler: WYTileScheduler, m: Any, lower: Array) -> None:
-    """Stores A for the pairs that are inverted, `[C, C]`, below the diagonal, by way of `pair_buffers`."""
+def store_inverse(r: Any, memory: Any, scheduler: WYTileScheduler, m: Any, lower: Array, parts: Any) -> None:
+    """Stores A for the pairs that are inverted, `[C, C]`, below the diagonal, by way of `memory.pairs`.
+
+    `parts` is shared memory for two bfloat16 matrices `[C, C]`.
+    """
     b, n, h = scheduler.at(m)
-    parts, pairs = memory.parts.at[scheduler.own(m)], memory.pairs.at[scheduler.own(m)]
+    pairs = memory.pairs.at[scheduler.own(m)]
     inverse = unit_lower_inverse(lower, row_numbers(m), parts.at[0], parts.at[1])
     if r.scores is not None:  # they leave through the same buffer
         wait_for_stores()
@@ -205,12 +209,14 @@ def store_inverse(r: Any, memory: Any, scheduler: WYTileScheduler, m: Any, lower
     store(pairs, r.inverse.at[b, h, n])
 
 
-def pair_buffers(num_compute_warpgroups: int) -> dict[str, Any]:
-    """Shared memory for matrices `[C, C]`: `parts`, two of each warpgroup, and `pairs`, through which results leave."""
-    return {
-        "parts": matrix_buffer(num_compute_warpgroups, 2, CHUNK, CHUNK),
-        "pairs": matrix_buffer(num_compute_warpgroups, CHUNK, CHUNK),
-    }
+def pair_buffer(num_compute_warpgroups: int) -> Any:
+    """Shared memory for a matrix `[C, C]` of each warpgroup, through which results leave: `memory.pairs`."""
+    return matrix_buffer(num_compute_warpgroups, CHUNK, CHUNK)
+
+
+def parts_buffer(count: int) -> Any:
+    """Shared memory for two bfloat16 matrices of 64 rows and columns, so many times."""
+    return matrix_buffer(count, 2, CHUNK, CHUNK)
 
 
 def reduced(line: Any, reduce: Callable[[Array, Any], Array]) -> Array:
@@ -256,7 +262,8 @@ def call(
         compute: the loop over a warpgroup's chunks.
         name: the kernel's name in profiles.
         kernel_shape: static facts.
-        keys: arrays by token, head and key channel whose tiles are copied; None for an absent one.
+        keys: arrays by token, head and key channel whose tiles are copied; None for an absent one. Once a tile of
+            float32 numbers is read, two bfloat16 matrices have room in its place, under its name and `_parts`.
         gates: numbers a token, `[B, T, HV]`; None for an absent one.
         rows: others, `[B, HV, T]` float32.
         constants: bfloat16 matrices that each program copies before all else, as `memory.NAME[0]`.
@@ -272,20 +279,20 @@ def call(
     given = {key: x for key, x in keys.items() if x is not None}
     width = p.key_size // parts
 
-    def tile(dtype):
-        return (wide_buffer if dtype == jnp.float32 else matrix_buffer)(
-            num_compute_warpgroups * num_stages, CHUNK, width
-        )
+    slots = num_compute_warpgroups * num_stages
+    wide = tuple(key for key, x in given.items() if x.dtype == jnp.float32)
+
+    def tile(key):
+        if key not in wide:
+            return matrix_buffer(slots, CHUNK, width)
+        return either_buffer(wide_buffer(slots, CHUNK, width), parts_buffer(slots), by_group=True)
 
     by_chunk = (p.batch, p.value_heads, p.chunks, CHUNK)
     stacked = jnp.stack([row.reshape(by_chunk) for row in rows.values()], axis=3) if rows else None
-    tiles = {key: tile(x.dtype) for key, x in given.items()}
+    tiles = {key: tile(key) for key in given}
     if with_written:
-        tiles["written"] = tile(jnp.bfloat16)
-    barriers = {
-        "full": barrier(len(given), num_compute_warpgroups * num_stages),
-        "free": barrier(1, num_compute_warpgroups * num_stages),
-    }
+        tiles["written"] = tile("written")
+    barriers = {"full": barrier(len(given), slots), "free": barrier(1, slots)}
     if constants:
         barriers["begun"] = barrier(len(constants))
     if rows:
@@ -304,7 +311,10 @@ def call(
     num_ctas = min(num_ctas, p.batch * p.value_heads * p.chunks)
 
     def program(r, memory):
-        there = SimpleNamespace(**dict(zip(tiles, memory.tiles)))
+        refs = dict(zip(tiles, memory.tiles))
+        for key in wide:
+            refs[key], refs[f"{key}_parts"] = refs[key]
+        there = SimpleNamespace(**refs)
         at = SimpleNamespace(**dict(zip(barriers, memory.barriers)))
         warpgroup = lax.axis_index("warpgroup")
         computing, copying = _REGISTERS[num_compute_warpgroups]
