@@ -396,7 +396,7 @@ def scale_columns(x: Array, row: Array | None) -> Array:
 
 
 def split(x: Array, *, rounds: bool = True) -> tuple[Array, Array]:
-    """`x` as a sum of two bfloat16 values, off by at most 2^-18 of it; 2^-17 where the first is not rounded but cut."""
+    """`x` as a sum of two bfloat16 values, off by at most 2^-17 of it; 2^-16 where the first is not rounded but cut."""
     # Rounded as an integer: a conversion whose result is also wanted in float32 is done for one number at a time, at a
     # quarter of the pace.
     bits = lax.bitcast_convert_type(x, jnp.int32)

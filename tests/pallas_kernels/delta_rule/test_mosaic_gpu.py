@@ -14,7 +14,7 @@ from pallas_kernels import operators
 from pallas_kernels.attention.mosaic_gpu import bwd as attention_bwd
 from pallas_kernels.common.config import KernelConfig, MosaicConfig
 from pallas_kernels.common.decay import FORGOTTEN
-from pallas_kernels.common.mosaic_gpu import SIDE
+from pallas_kernels.common.mosaic_gpu import SIDE, split
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.api import gated_delta_rule
 from pallas_kernels.delta_rule.config import DeltaRuleConfig, mosaic_config
@@ -218,6 +218,18 @@ def test_digits_beyond_bfloat16_leave_an_eighth_of_its_last_one():
     nothing = jnp.zeros((SIDE, SIDE))
     assert np.all(np.abs(refined(*rounded_and_digits(nothing))) < 1e-38)
     assert np.all(np.isnan(refined(*rounded_and_digits(nothing + jnp.nan))))
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_two_parts_are_a_number_but_for_its_last_digits(rounds):
+    sizes = 10.0 ** np.random.default_rng(0).uniform(-30, 30, 10000)
+    x = np.float32(np.random.default_rng(1).choice([-1, 1], 10000) * sizes)
+    high, low = split(jnp.asarray(x), rounds=rounds)
+    assert high.dtype == low.dtype == jnp.bfloat16
+    assert np.all(
+        np.abs(np.float64(high) + np.float64(low) - x) <= 2.0 ** (-17 if rounds else -16) * np.abs(np.float64(x))
+    )
+    assert rounds or np.all(np.abs(np.float64(high)) <= np.abs(x))
 
 
 @pytest.mark.parametrize("decay", mostly_slow([SCALAR, CHANNEL], [SCALAR]))
