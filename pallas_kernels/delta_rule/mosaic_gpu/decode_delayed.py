@@ -27,19 +27,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common.config import NUM_SMS
 from pallas_kernels.common.mosaic_gpu import (
-    BAND,
     WARPS,
-    along_columns,
-    along_rows,
     arrive,
-    band_sums,
     barrier,
     begin_copy,
     fence_smem,
     launch,
-    load_band,
-    load_band_column,
-    load_band_row,
     load_channels,
     number_buffer,
     quotient,
@@ -50,6 +43,15 @@ from pallas_kernels.common.mosaic_gpu import (
     wait,
     wait_for_readers,
     wait_for_stores,
+)
+from pallas_kernels.common.mosaic_gpu_bands import (
+    BAND,
+    along_columns,
+    along_rows,
+    band_sums,
+    load_band,
+    load_band_column,
+    load_band_row,
     zero_band,
 )
 from pallas_kernels.delta_rule.delayed_state import PERIOD, DelayedState

@@ -12,7 +12,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import vector
 
 from pallas_kernels.common.kernel_shape import CHUNK
-from pallas_kernels.common.mosaic_gpu import BAND, WARPS, fence_smem, interpreted, row_numbers
+from pallas_kernels.common.mosaic_gpu import WARPS, fence_smem, interpreted, row_numbers
+from pallas_kernels.common.mosaic_gpu_bands import BAND
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 

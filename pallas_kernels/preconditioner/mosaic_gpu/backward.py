@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.mosaic_gpu import WARPS, fence_smem, load_band, load_band_row, put, store, wait, zero_band
+from pallas_kernels.common.mosaic_gpu import WARPS, fence_smem, put, store, wait
+from pallas_kernels.common.mosaic_gpu_bands import load_band, load_band_row, zero_band
 from pallas_kernels.preconditioner.mosaic_gpu.turns import (
     PIECE,
     SPECIAL,

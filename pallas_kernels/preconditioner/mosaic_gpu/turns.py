@@ -11,19 +11,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels.common.decay import LOG2_E
 from pallas_kernels.common.mosaic_gpu import (
     WARPS,
-    along_columns,
-    along_rows,
     arrive,
-    band_reciprocal,
-    band_rows,
     barrier,
     begin_copy,
-    begin_pieces,
     fence_smem,
     launch,
-    load_band,
-    load_band_column,
-    load_band_row,
     number_buffer,
     put,
     remainder,
@@ -32,6 +24,16 @@ from pallas_kernels.common.mosaic_gpu import (
     wait,
     wait_for_readers,
     wait_for_stores,
+)
+from pallas_kernels.common.mosaic_gpu_bands import (
+    along_columns,
+    along_rows,
+    band_reciprocal,
+    band_rows,
+    begin_pieces,
+    load_band,
+    load_band_column,
+    load_band_row,
     zero_band,
     zero_band_row,
 )
