@@ -67,7 +67,7 @@ def test_the_wheel_holds_the_library_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
     assert tops == {"rnnlib", "pallas_kernels", f"rnnlib-{rnnlib.__version__}.dist-info"}
-    assert len(names) < 400
+    assert len(names) < 500
     assert {"rnnlib/py.typed", "pallas_kernels/delta_rule/tuned/nvidia_h200.json"} <= set(names)
     assert f"rnnlib-{rnnlib.__version__}.dist-info/licenses/LICENSE" in names
 
