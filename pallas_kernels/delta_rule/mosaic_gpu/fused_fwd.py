@@ -5,6 +5,7 @@ scores' columns each. One more finds the inverse and the factors on rows, as `wy
 chain of small steps is the longest, so it does nothing else. None of it leaves shared memory. The last one copies.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -33,12 +34,10 @@ from pallas_kernels.common.mosaic_gpu import (
     meet,
     multiply,
     number_buffer,
-    remainder,
     row_numbers,
     scale_columns,
     spread_columns,
     spread_rows,
-    store,
     store_across,
     wait,
     wait_for_stores,
@@ -46,6 +45,7 @@ from pallas_kernels.common.mosaic_gpu import (
     zero,
 )
 from pallas_kernels.delta_rule.inputs import Inputs
+from pallas_kernels.delta_rule.mosaic_gpu.fwd import store_out
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     REGISTERS_WITH_FACTORS,
     Keys,
@@ -72,19 +72,11 @@ def _forward_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape:
     first, count = chunks
     has_decay = r.log_decay is not None
     own_scores = pl.ds(place.group * _HALF, _HALF)
+    finish = functools.partial(store_out, r, buffers, pipeline, place, first)
     # The scores' scale: a summand of a decay's exponent, or a factor.
     shift, factor = 0.0, kernel_shape.scale
     if has_decay and factor > 0:
         shift, factor = math.log2(factor), 1.0
-
-    def finish(m):
-        """Stores the output of the m-th chunk, transposed, and lets its slot be filled again."""
-        fence_smem()
-
-        @pl.when(m >= 0)
-        def _():
-            pipeline.release(remainder(m, pipeline.num_stages))
-            store(buffers.out.at[place.group], r.out.at[place.batch, tokens(first + m), place.head, place.channels])
 
     def weighed(m, slot, scores):
         """This warpgroup's columns of the scores, `[C, C / 2]`."""

@@ -120,6 +120,16 @@ def values_written(
     return values, *with_accumulators(body, CHUNK)
 
 
+def store_out(r: Any, buffers: Any, pipeline: Any, place: Any, first: Any, m: Any) -> None:
+    """Stores the output of the m-th chunk from `first` on, transposed, and lets its slot be filled again."""
+    fence_smem()
+
+    @pl.when(m >= 0)
+    def _():
+        pipeline.release(remainder(m, pipeline.num_stages))
+        store(buffers.out.at[place.group], r.out.at[place.batch, tokens(first + m), place.head, place.channels])
+
+
 def output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
     """Outputs and final state; the loop of a warpgroup that carries the state, with `call`'s arguments.
 
@@ -129,6 +139,7 @@ def output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: K
     finds_scores = hasattr(buffers, "scores")
     scores = buffers.scores if finds_scores else tiles.scores
     single_stage = pipeline.single_stage
+    finish = functools.partial(store_out, r, buffers, pipeline, place, first)
 
     def load_values(m):
         """Z of the m-th chunk from the slot that values and write gate have for all, which is filled again at once."""
@@ -141,15 +152,6 @@ def output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: K
     def put_out(out):
         wait_for_stores()
         buffers.out.at[place.group].T[...] = out.astype(jnp.bfloat16)
-
-    def finish(m):
-        """Stores the output of the m-th chunk, transposed, and lets its slot be filled again."""
-        fence_smem()
-
-        @pl.when(m >= 0)
-        def _():
-            pipeline.release(remainder(m, pipeline.num_stages))
-            store(buffers.out.at[place.group], r.out.at[place.batch, tokens(first + m), place.head, place.channels])
 
     def step(m, state):
         n = first + m
