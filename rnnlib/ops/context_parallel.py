@@ -98,8 +98,37 @@ def _of_device(x: Array, axis: str, index: int) -> Array:
     return lax.psum(jnp.where(lax.axis_index(axis) == index, x, jnp.zeros_like(x)), axis)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def with_last_tokens(x: Array, count: int) -> tuple[Array, Array]:
+    """`x` `[B, T, ...]`, and its last `count` tokens, for what reads both.
+
+    The gradient of the last tokens is added where they are. As a slice's gradient it would be padded to the length of
+    `x`, and the sum would read and write all of it. There is no forward-mode derivative.
+    """
+    return x, x[:, x.shape[1] - count :]
+
+
+def _with_last_tokens_forward(x: Array, count: int) -> tuple[tuple[Array, Array], None]:
+    return with_last_tokens(x, count), None
+
+
+def _with_last_tokens_backward(count: int, _: None, gradients: tuple[Array, Array]) -> tuple[Array]:
+    d_x, d_last = gradients
+    start = d_x.shape[1] - count
+    return (lax.dynamic_update_slice_in_dim(d_x, d_x[:, start:] + d_last, start, axis=1),)
+
+
+with_last_tokens.defvjp(_with_last_tokens_forward, _with_last_tokens_backward)
+
+
 def tokens_before(
-    operator: str, x: Array, count: int, initial: Array | None, segment_ids: Array | None, axis: str
+    operator: str,
+    x: Array,
+    count: int,
+    initial: Array | None,
+    segment_ids: Array | None,
+    axis: str,
+    last: Array | None = None,
 ) -> Array:
     """The last `count` tokens before this device's shard, `[B, count, ...]`; zeros for tokens of other documents.
 
@@ -110,6 +139,7 @@ def tokens_before(
         initial: the tokens before the first device's shard; None is zeros.
         segment_ids: None or `[B, T]`.
         axis: the mesh axis over which tokens are split.
+        last: the last `count` tokens of `x`, from `with_last_tokens`; None is a slice of `x`.
 
     Raises:
         ValueError: a shard has fewer than `count` tokens.
@@ -122,7 +152,7 @@ def tokens_before(
         )
     if count == 0:
         return x[:, :0]
-    before = from_before(x[:, -count:], axis)
+    before = from_before(x[:, -count:] if last is None else last, axis)
     if segment_ids is not None:
         ids = from_before(segment_ids[:, -count:], axis)
         # True from the end of the previous shard backwards, up to the first change of id.

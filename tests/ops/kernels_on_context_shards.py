@@ -19,7 +19,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.short_convolution.branch import ConvolutionBranch, Epilogue
 from rnnlib import ops
+from rnnlib.ops.short_convolution.fused import fused_convolutions
 from tests.ops.rules import relative_error
 
 DEVICES = 3
@@ -70,6 +72,36 @@ def dplr(least_log_decay):
     return call
 
 
+def filters(width, channels):
+    return jnp.cos(jnp.arange(width * channels, dtype=jnp.float32)).reshape(width, channels)
+
+
+def convolutions(a, state, ids, implementation):
+    """Of values, of queries and keys, whose columns lie side by side; the initial state gives the tokens before."""
+    wide, narrow = (jnp.concatenate(x, axis=2).reshape(*x[0].shape[:2], -1) for x in ((a["v"],), (a["q"], a["k"])))
+    before = jnp.moveaxis(state, 2, 1).reshape(B, K, -1)
+    streams = [
+        ConvolutionBranch(filters(width, x.shape[2]), None, past, Epilogue("silu"))
+        for width, x, past in ((4, wide, before[:, :3]), (3, narrow, before[:, 3:5, : narrow.shape[2]]))
+    ]
+    if implementation == "triton":
+        x = jnp.concatenate((wide, narrow), axis=2)
+        results, _ = fused_convolutions(x, streams, segment_ids=ids)
+    else:
+        results = [
+            ops.short_convolution(x, s.kernel, initial_state=s.initial_state, segment_ids=ids, activation="silu")
+            for x, s in zip((wide, narrow), streams)
+        ]
+    outs, lasts = zip(*results)
+    return jnp.concatenate(outs, axis=2), jnp.concatenate([x.reshape(B, -1) for x in lasts], axis=1)
+
+
+def convolution(a, state, ids, implementation):
+    x, before = a["v"].reshape(*a["v"].shape[:2], -1), jnp.moveaxis(state, 2, 1).reshape(B, K, -1)
+    options = {"initial_state": before[:, :3], "segment_ids": ids, "implementation": implementation}
+    return ops.short_convolution(x, filters(4, x.shape[2]), **options)
+
+
 OPERATORS = {
     "no decay": rule(),
     "decay": rule(decay="decay"),
@@ -77,6 +109,8 @@ OPERATORS = {
     "strong decay": rule(decay="strong_decay"),
     "dplr": dplr(-1.5),
     "dplr, two steps": dplr(-5.0),
+    "convolution": convolution,
+    "convolutions side by side": convolutions,
     "linear attention": rule(beta=False, operator=ops.linear_attention),
     "linear attention, decay": rule("diagonal", decay="decay", beta=False, operator=ops.linear_attention),
     "linear attention, gates": rule("gate", "diagonal", decay="decay", beta=False, operator=ops.linear_attention),

@@ -16,6 +16,7 @@ from rnnlib.ops.arguments import (
     choose_implementation,
     floating_arrays,
 )
+from rnnlib.ops.context_parallel import current_axis, with_last_tokens
 from rnnlib.ops.sharding import split_over_mesh
 from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs
 from rnnlib.ops.short_convolution.pallas import convolution_unsupported_reason, short_convolution_triton
@@ -98,5 +99,9 @@ def short_convolution(
         kernel_for_one_token=False,
         triton=lambda: convolution_unsupported_reason(inputs, epilogue),
     )
-    inputs, tail = on_context_shard(_NAME, inputs)
+    last = None
+    if run is short_convolution_triton and current_axis() is not None and 1 < width <= length:
+        x, last = with_last_tokens(x, width - 1)
+        inputs = inputs._replace(x=x)
+    inputs, tail = on_context_shard(_NAME, inputs, last)
     return run(inputs, epilogue), tail

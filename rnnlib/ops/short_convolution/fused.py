@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.common.platform import platform
 from pallas_kernels.short_convolution.branch import ConvolutionBranch
+from rnnlib.ops.context_parallel import current_axis, with_last_tokens
 from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.short_convolution.inputs import ConvolutionInputs
@@ -52,9 +53,16 @@ def fused_convolutions(
         NotImplementedError: the kernels do not support the call.
     """
     ends = list(itertools.accumulate(stream.kernel.shape[1] for stream in streams))
-    columns = [x[..., end - stream.kernel.shape[1] : end] for end, stream in zip(ends, streams)]
-    calls = [ConvolutionInputs(y, s.kernel, s.bias, s.initial_state, segment_ids) for y, s in zip(columns, streams)]
-    entered = [on_context_shard("fused_convolutions", inputs) for inputs in calls]
+    places = [slice(end - stream.kernel.shape[1], end) for end, stream in zip(ends, streams)]
+    lasts: list[Array | None] = [None for _ in streams]
+    if current_axis() is not None:
+        x, last = with_last_tokens(x, min(x.shape[1], max(len(stream.kernel) for stream in streams) - 1))
+        lasts = [last[:, last.shape[1] + 1 - len(s.kernel) :, place] for s, place in zip(streams, places)]
+    calls = [
+        ConvolutionInputs(x[..., place], s.kernel, s.bias, s.initial_state, segment_ids)
+        for place, s in zip(places, streams)
+    ]
+    entered = [on_context_shard("fused_convolutions", inputs, last) for inputs, last in zip(calls, lasts)]
 
     Filters = list[tuple[Array, Array | None, Array | None]]
 

@@ -60,16 +60,19 @@ def last_inputs(inputs: ConvolutionInputs) -> Array:
     return tail
 
 
-def on_context_shard(name: str, inputs: ConvolutionInputs) -> tuple[ConvolutionInputs, Array]:
+def on_context_shard(
+    name: str, inputs: ConvolutionInputs, last: Array | None = None
+) -> tuple[ConvolutionInputs, Array]:
     """The inputs with the tokens before them, and `last_inputs` of the row, where devices have a shard of it each.
 
     Args:
         name: the operator's, for errors.
         inputs: of this device, with the state before the row's first token.
+        last: the last W - 1 of them, from `with_last_tokens`; None is a slice.
     """
     axis, past = current_axis(), inputs.kernel.shape[0] - 1
     if axis is None:
         return inputs, last_inputs(inputs)
-    before = tokens_before(name, inputs.x, past, inputs.initial_state, inputs.segment_ids, axis)
+    before = tokens_before(name, inputs.x, past, inputs.initial_state, inputs.segment_ids, axis, last)
     inputs = inputs._replace(initial_state=before)
     return inputs, of_last(last_inputs(inputs), axis)
