@@ -32,6 +32,8 @@ from rnnlib.training import MeshConfig, TrainConfig, make_mesh, plan_step
 FOLDER = pathlib.Path(__file__).parent
 Axis = Literal["data", "fsdp", "context", "tensor"]
 AXES: tuple[Axis, ...] = ("data", "fsdp", "context", "tensor")
+OF_COPIES = (None, "data", "context")
+"""Meshes whose devices have whole copies of the model: `rnnlib.training` turns the latency-hiding scheduler off."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Group:
         keeps: what blocks keep for the backward pass.
         axes: of meshes.
         both: axes of those that are timed with and without XLA's latency-hiding scheduler, which begins collectives
-            before it waits for them; others as `rnnlib.training` has them, without it for "data" alone.
+            before it waits for them; others as `rnnlib.training` has them, without it for "data" and "context".
     """
 
     model: str
@@ -72,8 +74,9 @@ def groups(setting: Literal["small", "real", "long"]) -> tuple[Group, ...]:
         row: dict[str, Any] = {"tokens": 131_072, "main_length": 131_072, "lengths": (131_072,)}
         middle, large = (dataclasses.replace(each, warmup=2, steps=4) for each in (middle, large))
         return (
-            Group("340M", dataclasses.replace(middle, **row), "Gated DeltaNet", "input", ("context",)),
+            Group("340M", dataclasses.replace(middle, **row), "Gated DeltaNet", "input", ("context",), ("context",)),
             Group("340M", dataclasses.replace(middle, **row), "KDA", "input", ("context",)),
+            Group("340M", dataclasses.replace(middle, **row), "Mamba-2", "input", ("context",)),
             Group("1.3B", large, "Gated DeltaNet", "input", ("tensor",), ("tensor",)),
         )
     return (
@@ -163,12 +166,12 @@ def time_all(options: Options, wanted: Sequence[Group]) -> Iterator[dict[str, An
         (group, axis, hidden)
         for group in wanted
         for axis in (None, *group.axes)
-        for hidden in ((False, True) if axis in group.both else (axis not in (None, "data"),))
+        for hidden in ((False, True) if axis in group.both else (axis not in OF_COPIES,))
     ]
     cases = [case for case in cases if not options.axes or case[1] in options.axes]
     cases = [case for case in cases if not options.cases or step_name(*case) in options.cases]
     # Those that are not as `rnnlib.training` has them come last.
-    cases.sort(key=lambda case: case[1] in case[0].both and case[2] == (case[1] == "data"))
+    cases.sort(key=lambda case: case[1] in case[0].both and case[2] == (case[1] in OF_COPIES))
     meshes = {axis: make_mesh(devices, mesh_config(axis, devices)) for axis in AXES}
     begin = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(options.compile_workers) as pool:

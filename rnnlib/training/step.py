@@ -112,9 +112,9 @@ def _compiler_options(deterministic: bool, mesh: Mesh | AbstractMesh | None) -> 
     product is timed anew in every process.
 
     For several GPUs XLA has a scheduler that begins collectives early and waits for them late. Where devices have whole
-    copies of the model, only sums at the end of the step are left. The scheduler then puts off the products of weights'
-    gradients until then, and all activations that recomputation had saved are there at once
-    (`experiments/several_gpus`).
+    copies of the model, hardly more than sums at the end of the step are left, also if they share rows: what shards of
+    a row exchange is small, and needed at once. The scheduler then puts off the products of weights' gradients until
+    then, and all activations that recomputation had saved are there at once (`experiments/several_gpus`).
 
     A mesh without devices is for tracing: a step that is traced inside another function has no options of its own. A
     mesh may be of TPUs that are described on a machine with GPUs (`plan_step`).
@@ -124,7 +124,7 @@ def _compiler_options(deterministic: bool, mesh: Mesh | AbstractMesh | None) -> 
     if mesh is not None and mesh.devices.flat[0].platform == "tpu":
         return None
     options = {"xla_gpu_deterministic_ops": True} if deterministic else {}
-    only_copies = mesh is not None and mesh.shape["data"] == math.prod(mesh.shape.values())
+    only_copies = mesh is not None and mesh.shape["data"] * cp_size(mesh) == math.prod(mesh.shape.values())
     return options | ({"xla_gpu_enable_latency_hiding_scheduler": False} if only_copies else {})
 
 

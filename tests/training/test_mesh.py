@@ -170,9 +170,10 @@ def test_meshes_without_enough_devices_are_refused(tiny_config, mesh, devices, m
     [
         (None, {"xla_gpu_deterministic_ops": True}),
         ((2, 4), {"xla_gpu_deterministic_ops": True}),
-        ((4, 1, 2), {"xla_gpu_deterministic_ops": True}),
+        ((2, 2, 2), {"xla_gpu_deterministic_ops": True}),
         ((4, 1, 1, 2), {"xla_gpu_deterministic_ops": True}),
         ((8, 1), {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_latency_hiding_scheduler": False}),
+        ((4, 1, 2), {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_latency_hiding_scheduler": False}),
     ],
 )
 def test_steps_of_copies_are_compiled_without_latency_hiding(monkeypatch, sizes, options):
