@@ -103,7 +103,8 @@ def with_last_tokens(x: Array, count: int) -> tuple[Array, Array]:
     """`x` `[B, T, ...]`, and its last `count` tokens, for what reads both.
 
     The gradient of the last tokens is added where they are. As a slice's gradient it would be padded to the length of
-    `x`, and the sum would read and write all of it. There is no forward-mode derivative.
+    `x`, and the sum would read and write all of it. So it would if XLA fused the sum with its place, hence the barrier.
+    There is no forward-mode derivative.
     """
     return x, x[:, x.shape[1] - count :]
 
@@ -115,7 +116,8 @@ def _with_last_tokens_forward(x: Array, count: int) -> tuple[tuple[Array, Array]
 def _with_last_tokens_backward(count: int, _: None, gradients: tuple[Array, Array]) -> tuple[Array]:
     d_x, d_last = gradients
     start = d_x.shape[1] - count
-    return (lax.dynamic_update_slice_in_dim(d_x, d_x[:, start:] + d_last, start, axis=1),)
+    total = lax.optimization_barrier(d_x[:, start:] + d_last)
+    return (lax.dynamic_update_slice_in_dim(d_x, total, start, axis=1),)
 
 
 with_last_tokens.defvjp(_with_last_tokens_forward, _with_last_tokens_backward)
