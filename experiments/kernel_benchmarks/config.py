@@ -95,6 +95,9 @@ class BenchmarkConfig:
     """Seconds after which no further measurement starts; those left out are listed in the results."""
     exclusive: tuple[pathlib.Path, ...] = ()
     """Lock files, for several commands on one GPU: all compile side by side and measure one after another."""
+    jax_processes: int = 1
+    """Processes of each GPU that compile our kernels and those of peers in JAX side by side; each then measures what it
+    compiled, one after another. Lowering holds one core of a process."""
     gpus: tuple[str, ...] = ()
     """GPUs to share the operators out to, as CUDA_VISIBLE_DEVICES names them; left out, all that there are."""
 
@@ -104,6 +107,8 @@ class BenchmarkConfig:
             unknown = set(getattr(self, field)) - set(known)
             if unknown:
                 raise ValueError(f"{field} has {sorted(unknown)}, expected some of {', '.join(known)}")
+        if self.jax_processes < 1:
+            raise ValueError(f"jax_processes is {self.jax_processes}, expected 1 or more")
 
     def shape(self, sizes: Sizes) -> Shape:
         """(B, T, H, K, V) from (B, T, H)."""
@@ -163,6 +168,16 @@ def share_out(measurements: Sequence[Measurement], shares: int) -> list[tuple[Me
         order = {"time": 0, "decode": 1, "error": 2}
         found.append(tuple(sorted(mine, key=lambda m: order[m.kind])))
     return found
+
+
+def part_of(measurements: Sequence[Measurement], part: int, parts: int) -> list[Measurement]:
+    """Every `parts`-th operator and shape with all of its measurements, from number `part`: they share what is compiled.
+
+    What is compared, ours and the peers' of an operator at a shape, stays together.
+    """
+    points = list(dict.fromkeys((m.operator, m.shape) for m in measurements))
+    mine = set(points[part::parts])
+    return [m for m in measurements if (m.operator, m.shape) in mine]
 
 
 def timed_points(config: BenchmarkConfig) -> list[tuple[str, Shape, bool]]:

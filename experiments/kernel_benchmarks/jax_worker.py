@@ -5,6 +5,7 @@ torch compile too, and times only once its parent writes a line to its standard 
 """
 
 import concurrent.futures
+import dataclasses
 import functools
 import os
 import pathlib
@@ -21,7 +22,7 @@ import numpy as np
 
 from experiments.harness.records import Record, RecordWriter, describe
 from experiments.harness.timing import peak_mib, timed_record
-from experiments.kernel_benchmarks.config import Measurement
+from experiments.kernel_benchmarks.config import Measurement, part_of
 from experiments.kernel_benchmarks.inputs import (
     FLOAT32_ARRAYS,
     Drawn,
@@ -342,10 +343,15 @@ def ceilings(repeats: int) -> Record:
     }
 
 
-def main(folder: pathlib.Path) -> None:
-    """Prepares, waits for a line on standard input, measures."""
-    work = read_work(folder)
-    write = RecordWriter(folder / "jax.jsonl")
+def main(folder: pathlib.Path, part: int, parts: int) -> None:
+    """Prepares part number `part` of `parts`, waits for a line on standard input, measures."""
+
+    def read_part() -> Work:
+        work = read_work(folder)
+        return dataclasses.replace(work, measurements=tuple(part_of(work.measurements, part, parts)))
+
+    work = read_part()
+    write = RecordWriter(folder / f"jax_{part}.jsonl")
     device = jax.devices()[0]
     write({"kind": "worker", "worker": "jax", "jax": jax.__version__, "device": device.device_kind})
     session = Session(work)
@@ -354,12 +360,12 @@ def main(folder: pathlib.Path) -> None:
     session.prepare((start + work.deadline) / 2)
     write({"kind": "prepared", "worker": "jax", "seconds": round(time.time() - start, 1)})
     sys.stdin.readline()
-    session.work = work = read_work(folder)  # the deadline may have been put off
-    if any(m.kind == "time" for m in work.measurements):
+    session.work = work = read_part()  # the deadline may have been put off
+    if part == 0 and any(m.kind == "time" for m in work.measurements):
         write(ceilings(work.repeats))
     mine = (m for m in work.measurements if m.implementation in work.in_jax)
     measure_all(mine, work.deadline, session.measure, write)
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.harness.command import sigterm_as_interrupt
 from experiments.harness.device import turn
 from experiments.harness.records import Record, installed_versions, read_records
-from experiments.kernel_benchmarks.config import OURS, PEERS, BenchmarkConfig, plan, share_out
+from experiments.kernel_benchmarks.config import OURS, PEERS, BenchmarkConfig, part_of, plan, share_out
 from experiments.kernel_benchmarks.inputs import Shape
 from experiments.kernel_benchmarks.peers import PEERS as PEER_LIBRARIES
 from experiments.kernel_benchmarks.work import Work, write_work
@@ -38,7 +38,7 @@ def _environment(peer: str, gpu: str | None) -> dict[str, str]:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     # Frameworks share the card: none may take most of its memory at its start.
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    if peer:
+    if peer in PEER_LIBRARIES:
         environment |= {"JAX_PLATFORMS": "cpu", **dict(PEER_LIBRARIES[peer].environment)}
     return environment
 
@@ -218,7 +218,9 @@ def measure(config: BenchmarkConfig, folder: pathlib.Path, console: Console) -> 
         place.mkdir()
         work = Work(shares[n], in_jax, config.dtype, config.repeats, deadline, place)
         write_work(work)
-        return _measure_on_one(Runner(work, progress, processes, gpus[n]), in_torch, config.exclusive)
+        return _measure_on_one(
+            Runner(work, progress, processes, gpus[n]), in_torch, config.exclusive, config.jax_processes
+        )
 
     # Not as a context, which waits for its threads: those that wait for a lock file can't be interrupted.
     pool = concurrent.futures.ThreadPoolExecutor(len(shares))
@@ -233,26 +235,31 @@ def measure(config: BenchmarkConfig, folder: pathlib.Path, console: Console) -> 
     return [{**record, "gpu": gpus[n]} for n, record in found]
 
 
-def _measure_on_one(runner: Runner, peers: list[str], exclusive: Sequence[pathlib.Path]) -> list[Record]:
+def _measure_on_one(
+    runner: Runner, peers: list[str], exclusive: Sequence[pathlib.Path], jax_processes: int
+) -> list[Record]:
     """One GPU's share; what is measured alone waits for the lock files of `exclusive`."""
     work = runner.work
     peers = [name for name in peers if any(m.implementation == name for m in work.measurements)]
-    jax_worker = runner.start("jax_worker", stdin=subprocess.PIPE)
+    parts = max(1, min(jax_processes, len({(m.operator, m.shape) for m in work.measurements})))
+    jax_workers = [runner.start("jax_worker", str(n), str(parts), stdin=subprocess.PIPE) for n in range(parts)]
     checking = {} if any(m.kind != "error" for m in work.measurements) else _start_checks(runner)
     compiling = {runner.start("torch_worker", *job): "" for job in _compile_jobs(work, peers)}
     # A peer that compiles for longer than half of the time takes it from its own measurements, not from ours.
     records = runner.wait("compiling peers", compiling, until=(time.time() + work.deadline) / 2)
-    runner.wait_for_prepared(jax_worker, "jax.jsonl")
+    for n, worker in enumerate(jax_workers):
+        runner.wait_for_prepared(worker, f"jax_{n}.jsonl")
     asked = time.time()
     with turn(exclusive):
         runner.later(time.time() - asked)  # waiting for others takes no time from what is measured
         work = runner.work
-        assert jax_worker.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it may have ended, and its log says why
-            jax_worker.stdin.write("measure\n")
-            jax_worker.stdin.flush()
-        total = sum(m.implementation in work.in_jax for m in work.measurements)
-        records += runner.wait("measuring ours and peers in JAX", {jax_worker: "jax.jsonl"}, total)
+        for n, worker in enumerate(jax_workers):
+            assert worker.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it may have ended, and its log says why
+                worker.stdin.write("measure\n")
+                worker.stdin.flush()
+            total = sum(m.implementation in work.in_jax for m in part_of(work.measurements, n, parts))
+            records += runner.wait("measuring ours and peers in JAX", {worker: f"jax_{n}.jsonl"}, total)
         for peer in peers if not checking else ():
             total = sum(m.implementation == peer and m.kind != "error" for m in work.measurements)
             process = runner.start("torch_worker", peer, "time")

@@ -464,7 +464,7 @@ def test_an_interrupted_run_writes_what_was_measured(tmp_path):
     with lock.open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        records = kept / "gpu_0" / "jax.jsonl"
+        records = kept / "gpu_0" / "jax_0.jsonl"
         while not (records.exists() and '"prepared"' in records.read_text()):
             assert process.poll() is None
             time.sleep(0.1)
