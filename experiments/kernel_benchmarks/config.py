@@ -171,7 +171,7 @@ def share_out(measurements: Sequence[Measurement], shares: int) -> list[tuple[Me
 
 
 def part_of(measurements: Sequence[Measurement], part: int, parts: int) -> list[Measurement]:
-    """Every `parts`-th operator and shape with all of its measurements, from number `part`: they share what is compiled.
+    """Every `parts`-th operator and shape with all its measurements, from number `part`: they share what is compiled.
 
     What is compared, ours and the peers' of an operator at a shape, stays together.
     """

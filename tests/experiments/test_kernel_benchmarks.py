@@ -1,5 +1,6 @@
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ from experiments.harness.records import RecordWriter, by_short_name
 from experiments.kernel_benchmarks import jax_worker, marks
 from experiments.kernel_benchmarks.__main__ import add, main
 from experiments.kernel_benchmarks.config import PEERS as PEER_NAMES
-from experiments.kernel_benchmarks.config import BenchmarkConfig, Measurement, plan, share_out
+from experiments.kernel_benchmarks.config import BenchmarkConfig, Measurement, part_of, plan, share_out
 from experiments.kernel_benchmarks.figures import PEER_COLORS, STYLES, write_figures
 from experiments.kernel_benchmarks.inputs import (
     CASES,
@@ -46,7 +47,9 @@ def test_command_measures_on_a_cpu_and_rebuilds_from_its_json(tmp_path, capsys):
     less = (
         "--cases --scan-shapes --sweep-lengths 24 --sweep-tokens 48 --sweep-heads 2 --decode-batch 2 --decode-heads 1"
     )
-    which = "--operators gated_deltanet --sweep-operators gated_deltanet --implementations chunked scan"
+    which = (
+        "--operators gated_deltanet --sweep-operators gated_deltanet --implementations chunked scan --jax-processes 2"
+    )
     assert main([*arguments, *sizes.split(), *less.split(), *which.split()]) == 0
     results = json.loads((tmp_path / "cpu.json").read_text())
     records = {record["kind"]: record for record in results["records"]}
@@ -452,6 +455,19 @@ def test_a_peer_that_compiles_for_too_long_is_ended_and_said_to_be(tmp_path, mon
     assert record["kind"] == "failure" and "torch_worker_fla_warm: stopped, out of time" in record["reason"]
     stat = pathlib.Path("/proc", started.read_text().strip(), "stat")
     assert not stat.exists() or " Z " in stat.read_text()
+
+
+def test_parts_hold_all_measurements_once_and_what_is_compared_together():
+    shapes = tuple((1, length, 2, 16, 16) for length in (8, 16, 24))
+    whole = [
+        Measurement(kind, "kda", name, shape)
+        for kind, shape, name in itertools.product(("time", "error"), shapes, ("ours", "jla"))
+    ]
+    parts = [part_of(whole, n, 2) for n in range(2)]
+    assert sorted(map(str, itertools.chain(*parts))) == sorted(map(str, whole))
+    assert [{m.shape for m in part} for part in parts] == [{shapes[0], shapes[2]}, {shapes[1]}]
+    with pytest.raises(ValueError, match="jax_processes is 0"):
+        BenchmarkConfig(jax_processes=0)
 
 
 def test_an_interrupted_run_writes_what_was_measured(tmp_path):
