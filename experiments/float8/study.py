@@ -33,7 +33,7 @@ def study(setting: Float8Setting) -> Float8Study:
     base = language_study("small" if setting == "small" else "large")
     plan = Float8Study.of(base, name="float8", mixers=MIXERS[:2], lengths=base.lengths[:1], seeds=(0, 1))
     if setting == "small":  # narrower maps are not multiplied in float8
-        model = base.train.model.replace(width=128, mlp_width=256)
+        model = base.train.model.replace(width=256, mlp_width=512)
         return dataclasses.replace(plan, train=dataclasses.replace(base.train, model=model))
     train = dataclasses.replace(base.train, steps=2000, max_skipped_steps=2000)
     plan = dataclasses.replace(plan, lengths=(train.data.sequence_length,), learning_rates=(2e-3,))

@@ -15,14 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
+from pallas_kernels.common.platform import platform
 from pallas_kernels.common.vma import pvary_together
 from rnnlib.ops.sharding import is_split
 from rnnlib.ops.skinny_gemm import linear_product, skinny_kernel_supports
 
 _FORWARD, _BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
-_MULTIPLE, _LEAST = 16, 128
+_MULTIPLE, _LEAST = 16, 256
 _EXPONENT = 120
 """Of a power of two, at most: float32 and bfloat16 hold it and its inverse."""
 
@@ -33,7 +35,8 @@ Rounded = tuple[Array, Array]
 def float8_supports(features_in: int, features_out: int) -> bool:
     """Whether a map of these sizes is multiplied in float8.
 
-    Matrix units take multiples of 16. Rounding a narrow map's arrays costs more than its product saves.
+    Matrix units take multiples of 16. Rounding a narrow map's arrays costs more than its product saves: of 8192 rows'
+    gradient for a map from 128 to 2048 channels it took 52 us on an H200, and the three products of bfloat16 about 50.
     """
     return min(features_in, features_out) >= _LEAST and features_in % _MULTIPLE == features_out % _MULTIPLE == 0
 
@@ -68,22 +71,40 @@ def float8_product(lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, *
 
 @jax.custom_vjp
 def _product(x: Array, kernel: Array) -> Array:
-    return _product_forward(x, kernel)[0]
+    return _multiply(_round(x, _FORWARD), _round(kernel, _FORWARD), (1, 0), x.dtype)
 
 
 def _product_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Rounded, Rounded]]:
-    # What the backward pass reads are the rounded arrays, of a byte a number.
-    rounded = _round(x, _FORWARD), _round(kernel, _FORWARD)
-    return _multiply(*rounded, (1, 0), x.dtype), rounded
+    rounded, by_columns = _round_both_ways(x, _FORWARD)
+    kernel_rounded, kernel_by_columns = _round_both_ways(kernel, _FORWARD)
+    y = _multiply(rounded, kernel_by_columns, (1, 0), x.dtype)
+    # What the backward pass reads are rounded arrays, of a byte a number.
+    return y, (by_columns, kernel_rounded)
 
 
-def _product_backward(rounded: tuple[Rounded, Rounded], d_y: Array) -> tuple[Array, Array]:
-    x, kernel = rounded
-    d_rounded = _round(d_y, _BACKWARD)
-    return _multiply(d_rounded, kernel, (1, 1), d_y.dtype), _multiply(x, d_rounded, (0, 0), d_y.dtype)
+def _product_backward(read: tuple[Rounded, Rounded], d_y: Array) -> tuple[Array, Array]:
+    x, kernel = read
+    rounded, by_columns = _round_both_ways(d_y, _BACKWARD)
+    return _multiply(rounded, kernel, (1, 1), d_y.dtype), _multiply(x, by_columns, (0, 0), d_y.dtype)
 
 
 _product.defvjp(_product_forward, _product_backward)
+
+
+def _round_both_ways(x: Array, dtype: Any) -> tuple[Rounded, Rounded]:
+    """A matrix in float8, once with its rows side by side in memory and once with its columns.
+
+    cuBLAS reads side by side what a product sums over, and XLA gives it a transposed copy by a kernel of its own. Of
+    two arrays whose layouts are said, the kernel that rounds writes both. The barrier keeps the second one from being
+    made where the product reads it.
+    """
+    rounded, factor = _round(x, dtype)
+    if platform() != "gpu":
+        return (rounded, factor), (rounded, factor)
+    by_rows = with_layout_constraint(rounded, Layout((0, 1)))
+    by_columns = with_layout_constraint(by_rows, Layout((1, 0)))
+    by_rows, by_columns = jax.lax.optimization_barrier((by_rows, by_columns))
+    return (by_rows, factor), (by_columns, factor)
 
 
 def _round(x: Array, dtype: Any) -> Rounded:

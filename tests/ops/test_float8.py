@@ -1,15 +1,25 @@
 """Products in float8: their values, their gradients, and what a model multiplies that way."""
 
+import json
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from experiments.kernel_benchmarks.offline.compiling import environment, missing_packages
 from rnnlib.layers import InputProjection
 from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.ops import float8
 from rnnlib.ops.float8 import float8_product, float8_supports
 from rnnlib.ops.skinny_gemm import linear_product
+from tests.ops import float8_on_described_card
 
 DIMENSIONS = (((2,), (0,)), ((), ()))
 
@@ -31,8 +41,8 @@ def _draw(seed, shape, scale, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale", [1e-20, 3.0])
 def test_values_and_gradients_are_those_of_rounded_arrays(dtype, scale):
-    x, kernel = _draw(0, (2, 24, 256), scale, dtype), _draw(1, (256, 128), 0.02, dtype)
-    d_y = _draw(2, (2, 24, 128), 1e-6, dtype)
+    x, kernel = _draw(0, (2, 24, 512), scale, dtype), _draw(1, (512, 256), 0.02, dtype)
+    d_y = _draw(2, (2, 24, 256), 1e-6, dtype)
     y, pull_back = jax.vjp(lambda x, kernel: float8_product(x, kernel, DIMENSIONS), x, kernel)
     d_x, d_kernel = pull_back(d_y)
     assert (y.dtype, d_x.dtype, d_kernel.dtype) == (jnp.dtype(dtype),) * 3
@@ -46,8 +56,8 @@ def test_values_and_gradients_are_those_of_rounded_arrays(dtype, scale):
 
 
 def test_largest_zero_and_not_finite():
-    x = _draw(0, (1, 16, 128), 1.0, jnp.float32)
-    kernel = jnp.eye(128)
+    x = _draw(0, (1, 8, 256), 1.0, jnp.float32)
+    kernel = jnp.eye(256)
     largest = jnp.finfo(jnp.float32).max
     for scale in (1e-30, largest / 2):
         np.testing.assert_allclose(float8_product(scale * x, kernel, DIMENSIONS), scale * x, rtol=0.07)
@@ -58,7 +68,57 @@ def test_largest_zero_and_not_finite():
     assert not np.any(np.isfinite(pull_back(x.at[0, 0, 0].set(jnp.inf))[0]))
 
 
-@pytest.mark.parametrize(("sizes", "serves"), [((128, 128), True), ((128, 64), False), ((136, 256), False)])
+@given(
+    seed=st.integers(0, 99),
+    rows=st.integers(1, 9),
+    channels=st.tuples(st.integers(16, 20), st.integers(16, 20)),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    is_batched=st.booleans(),
+)
+@settings(deadline=None, max_examples=15)
+def test_arrays_rounded_by_rows_and_by_columns_give_the_same_bits(seed, rows, channels, dtype, is_batched):
+    features_in, features_out = (16 * number for number in channels)
+    x, kernel = (
+        _draw(seed, (3, rows, features_in), 3.0, dtype),
+        _draw(seed + 1, (features_in, features_out), 0.1, dtype),
+    )
+    d_y = _draw(seed + 2, (3, rows, features_out), 1e-3, dtype)
+
+    def product(x, kernel):
+        if is_batched:
+            return jax.vmap(lambda x: float8_product(x, kernel, (((1,), (0,)), ((), ()))))(x)
+        return float8_product(x, kernel, DIMENSIONS)
+
+    def results(x, kernel, d_y):
+        y, pull_back = jax.vjp(product, x, kernel)
+        return y, *pull_back(d_y)
+
+    wanted = jax.jit(results)(x, kernel, d_y)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(float8, "platform", lambda: "gpu")
+        lowered = jax.jit(lambda *arrays: results(*arrays)).lower(x, kernel, d_y)
+    assert lowered.as_text().count("LayoutConstraint") == 6  # two of each array
+    jax.tree.map(np.testing.assert_array_equal, lowered.compile()(x, kernel, d_y), wanted)
+
+
+@pytest.mark.skipif(missing_packages() is not None, reason=str(missing_packages()))
+def test_a_card_rounds_and_transposes_in_one_kernel():
+    result = subprocess.run(
+        [sys.executable, "-m", float8_on_described_card.__name__],
+        env=os.environ | environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    written = json.loads(result.stdout.splitlines()[-1])
+    # A kernel each for activations and gradients, and none for weights, which are rounded before the loop.
+    assert sorted(map(len, written)) == [2, 2], written
+    dtypes = [{shape.partition("[")[0] for shape in shapes} for shapes in written]
+    assert sorted(map(sorted, dtypes)) == [["f8e4m3fn"], ["f8e5m2"]]
+
+
+@pytest.mark.parametrize(("sizes", "serves"), [((256, 256), True), ((512, 128), False), ((264, 256), False)])
 def test_narrow_and_odd_maps_are_multiplied_as_they_are(sizes, serves):
     x, kernel = _draw(0, (2, 8, sizes[0]), 1.0, jnp.float32), _draw(1, sizes, 1.0, jnp.float32)
     same = jnp.array_equal(float8_product(x, kernel, DIMENSIONS), linear_product(x, kernel, DIMENSIONS))
@@ -66,7 +126,7 @@ def test_narrow_and_odd_maps_are_multiplied_as_they_are(sizes, serves):
 
 
 CONFIG = ModelConfig(
-    64, 128, 2, 1, ("gated_deltanet", "attention"), matmul_dtype="float8", mixer_overrides={"gated_deltanet": {}}
+    64, 256, 2, 1, ("gated_deltanet", "attention"), matmul_dtype="float8", mixer_overrides={"gated_deltanet": {}}
 )
 
 

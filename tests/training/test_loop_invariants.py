@@ -94,11 +94,12 @@ BASE = {
     "mixer_overrides": {"gated_deltanet": {"implementation": "scan"}},
     "dtype": "bfloat16",
 }
+FLOAT8 = {"matmul_dtype": "float8", "width": 256, "mlp_width": 256}
 MODELS = {
     "bfloat16": {},
-    "float8, tied head": {"matmul_dtype": "float8", "tie_embeddings": True, "mixers": ("attention",)},
+    "float8, tied head": FLOAT8 | {"tie_embeddings": True, "mixers": ("attention",)},
     "float32": {"dtype": "float32"},
-    "recomputed": {"remat": True, "matmul_dtype": "float8"},
+    "recomputed": FLOAT8 | {"remat": True},
     "scan over layers": {"mixers": ("gated_deltanet",), "scan_layers": True},
 }
 
@@ -136,7 +137,7 @@ def test_steps_are_those_of_parts_that_round_weights_again(name, monkeypatch):
 
 @pytest.mark.parametrize("adapted", mostly_slow([{"freeze": ("embedding", "query")}, {"rank": 2}], [{"rank": 2}]))
 def test_what_is_frozen_or_adapted_is_trained_as_before(adapted, monkeypatch):
-    config = ModelConfig(**BASE | {"matmul_dtype": "float8", "mixers": ("attention",)})
+    config = ModelConfig(**BASE | FLOAT8 | {"mixers": ("attention",)})
     found = _steps(config, 2, **adapted)
     monkeypatch.setattr(rnnlib.training.step, "hoist", _in_every_turn)
     expected = _steps(config, 2, **adapted)
