@@ -14,6 +14,7 @@ from pallas_kernels.norms import api as norms
 from pallas_kernels.preconditioner import api as preconditioner
 from pallas_kernels.preconditioner import readouts as preconditioner_readouts
 from pallas_kernels.ridge import api as ridge
+from pallas_kernels.rotated_keys import api as rotated_keys
 from pallas_kernels.short_convolution import api as short_convolution
 from pallas_kernels.short_convolution import decode as token_convolution
 from pallas_kernels.skinny_gemm import api as skinny_gemm
@@ -30,6 +31,7 @@ __all__ = [
     "preconditioner",
     "preconditioner_readouts",
     "ridge",
+    "rotated_keys",
     "short_convolution",
     "skinny_gemm",
     "softplus_decay",

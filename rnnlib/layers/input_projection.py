@@ -178,12 +178,16 @@ class InputProjection(nnx.Module):
         kernel, places = self._shared_kernel(x)
         if kernel is None:
             return ProjectedInput(x, self)
+        given = x
+        if self.kernel is None:
+            # A product of narrow columns, which XLA would put into that of a wide one, and copy both out of it.
+            given = jax.lax.optimization_barrier(x)
         if self.dot_general is not linear_product:
-            fused = self.dot_general(x.astype(self.shape.dtype), kernel.astype(self.shape.dtype), rows_by_matrix(x))
+            fused = self.dot_general(given.astype(self.shape.dtype), kernel.astype(self.shape.dtype), rows_by_matrix(x))
         elif platform() == "gpu" and x.dtype == self.shape.dtype == jnp.bfloat16:
-            fused = _matmul_of_stored(*pvary_together((x, kernel)))
+            fused = _matmul_of_stored(*pvary_together((given, kernel)))
         else:
-            fused = row_product(x.astype(self.shape.dtype), kernel.astype(self.shape.dtype))
+            fused = row_product(given.astype(self.shape.dtype), kernel.astype(self.shape.dtype))
         return ProjectedInput(x, self, _slices(fused, places), fused=fused, places=places)
 
     def matmul(self, key: str, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:

@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import AxisConfig
 from rnnlib.ops.arguments import resets_of
 from rnnlib.ops.context_parallel import current_axis, enter_gram
-from rnnlib.ops.heads import rotate_pairs
+from rnnlib.ops.rotated_keys import rotated_keys
 
 
 class Keys(NamedTuple):
@@ -254,6 +253,7 @@ class RotatedKeyMap(KeyMap):
         """
         if decay.step is None or decay.step.ndim != 3:
             raise ValueError("RotatedKeys: the decay gives no step per head, expected a scalar SoftplusDecay beside it")
+        of_key = self.shape.mimo_rank, self.shape.key_size
         rate = 0.5 * jnp.tanh(inputs["angle"].astype(self.shape.gate_dtype))
         turn = rate[:, :, None] * decay.step[..., None]
         if state is not None:
@@ -265,18 +265,11 @@ class RotatedKeyMap(KeyMap):
             entering = enter_gram(angle[:, -1], None, None, segment_ids, axis)
             own = jnp.cumsum(resets, axis=1)[:, :, None, None] == 0
             angle = angle + jnp.where(own, (entering - jnp.round(entering))[:, None], 0)
-        radians = 2.0 * math.pi * angle[:, :, :, None]
-        turned = (
-            rotate_pairs(self._per_value_head(y, bias[...]), radians).reshape(*query.shape[:2], -1, self.shape.key_size)
-            for y, bias in ((query, self.query_bias), (key, self.key_bias))
-        )
-        return Keys(*turned), angle[:, -1] - jnp.round(angle[:, -1])
-
-    def _per_value_head(self, y: Array, bias: Array) -> Array:
-        """`[B, T, HV, mimo_rank, K]`, with the bias added."""
-        shape = self.shape
-        split = y.reshape(*y.shape[:2], shape.key_heads, shape.mimo_rank, shape.key_size)
-        return shape.repeat_key_heads(split) + bias.astype(y.dtype).reshape(-1, shape.mimo_rank, shape.key_size)
+        biases = (bias[...].reshape(-1, *of_key) for bias in (self.query_bias, self.key_bias))
+        rows = (y.reshape(*y.shape[:2], self.shape.key_heads, *of_key) for y in (query, key))
+        turned = rotated_keys(*rows, *biases, angle)
+        flat = (y.reshape(*query.shape[:2], -1, self.shape.key_size) for y in turned)
+        return Keys(*flat), angle[:, -1] - jnp.round(angle[:, -1])
 
     def init_state(self, batch_size: int) -> Float[Array, "B HV P"]:
         """The angle before the first token: zero."""

@@ -13,7 +13,7 @@ from rnnlib.layers.base import MixerShape
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.feature_maps import ACTIVATIONS, FeatureMap, FeatureMapConfig, HeadMap
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
-from rnnlib.layers.normalization import RMSNorm, l1_normalize, l2_normalize, sum_normalize
+from rnnlib.layers.normalization import RMSNorm, l1_normalize, l2_normalize, norm_of_rows, sum_normalize
 from rnnlib.ops.short_convolution.fused import fused_convolutions, fused_convolutions_support
 from rnnlib.ops.short_convolution.one_token import Call, one_launch_supports, one_token_convolutions
 
@@ -94,7 +94,7 @@ class QKVBranch(nnx.Module, ColumnReader):
         y = y.reshape(*y.shape[:2], self.heads, self.size)
         y = ACTIVATIONS[chosen](y) if isinstance(chosen, str) else chosen(y)
         if self.norm is not None:
-            return self.norm(y)
+            return norm_of_rows(self.norm, y)
         is_done = self.convolution is not None and self._norm_size(chosen) is not None
         return y if is_done or self.norm_kind not in _NORMS else _NORMS[self.norm_kind](y)
 

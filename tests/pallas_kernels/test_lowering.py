@@ -225,6 +225,24 @@ def test_mamba_takes_skip_gate_and_norm_from_one_kernel(length, groups, kernels)
     assert len(re.findall(r'name = "rms_norm"', text)) == kernels
 
 
+@pytest.mark.parametrize(
+    ("mixer", "length", "kernels"),
+    [("mamba3", 2048, 1), pytest.param("mamba3_mimo", 2048, 1, marks=pytest.mark.slow), ("mamba3", 1, 0)],
+)
+def test_mamba_3_turns_queries_and_keys_by_one_kernel_behind_their_norms(mixer, length, kernels):
+    built = nnx.eval_shape(lambda: mixer_preset(mixer).build(1024, 8, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    graph, state = nnx.split(built)
+    x = jax.ShapeDtypeStruct((512 if length == 1 else 8, length, 1024), jnp.bfloat16)
+
+    def loss(state, x):
+        return jnp.sum(nnx.merge(graph, state)(x)[0].astype(jnp.float32))
+
+    text = lowered_text(jax.grad(loss, (0, 1)), state, x)
+    for name, count in (("rotated_keys", 1), ("rms_norm", 2)):
+        for direction in (name, f"{name}_reverse"):
+            assert len(re.findall(rf'name = "{direction}"', text)) == count * kernels
+
+
 @pytest.mark.parametrize("mixer, kernels", [("kda", 3), pytest.param("gated_deltanet", 0, marks=pytest.mark.slow)])
 def test_a_mixer_of_many_tokens_has_one_product_and_takes_its_kernels(mixer, kernels):
     """Three convolutions, the heads' norm, and the decay by channel, each with its backward; beside the delta rule."""

@@ -389,8 +389,17 @@ def rows() -> list[Case]:
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    def turned(rank: int) -> Case:
+        """Mamba-3's keys and queries, of as many rows a token."""
+        x = {name: array(16384, 1, rank, 128) for name in ("query", "key")}
+        x |= {f"{name}_bias": array(8, rank, 128, dtype=jnp.float32) for name in ("query", "key")}
+        x["turns"] = array(16384, 8, 32, dtype=jnp.float32)
+        name = f"rotated keys bfloat16, {rank} of a token"
+        return Case(name, lambda x: _total(operators.rotated_keys.rotated_keys(**x)), x)
+
     of_channels = {name: array(1024, dtype=jnp.float32) for name in ("rate", "bias")}
     return [
+        *(turned(rank) for rank in (1, 4)),
         Case("rms norm bfloat16, stream", norm, {"x": array(16384, 1024), "scale": array(1024, dtype=jnp.float32)}),
         Case(
             "rms norm bfloat16, heads with gate and bias",
@@ -486,7 +495,7 @@ USUAL = (
     r"^dplr-channel-(64x64|128x128)-bfloat16 few heads$",
     r"^ridge solve 128 bfloat16 (chebyshev, bfloat16|conjugate gradient, split) products$",
     r"^(preconditioner|short convolution|skinny matmuls|rms norm|softplus decay|log sum exp|delayed updates)",
-    r"^(token attention|attention gradients)",
+    r"^(rotated keys|token attention|attention gradients)",
     r" mosaic$",
     r" forward( mosaic_mma)?$",
 )

@@ -259,6 +259,16 @@ def reciprocal(x: Array) -> Array:
     return 1.0 / x if interpreted() or not x.shape else _approximate("rcp", x)
 
 
+def cosine(x: Array) -> Array:
+    """The cosine of float32 numbers of at most pi, in radians, by the special function alone, within 1e-6."""
+    return jnp.cos(x) if interpreted() or not x.shape else _approximate("cos", x)
+
+
+def sine(x: Array) -> Array:
+    """The sine of float32 numbers of at most pi, in radians, by the special function alone, within 1e-6."""
+    return jnp.sin(x) if interpreted() or not x.shape else _approximate("sin", x)
+
+
 def multiply_add(x: Array, y: Array, z: Array) -> Array:
     """`x * y + z` of float32 arrays of shapes that broadcast, by one instruction, rounded once.
 
