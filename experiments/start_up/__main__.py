@@ -43,7 +43,7 @@ SPANS = {
     "step compiled by XLA": "backend_compile_duration",
 }
 """Parts of the stages, and the event of `jax.monitoring` that has their seconds."""
-PROGRAMS = ("step", "gradients_of", "update")
+PROGRAMS = ("step", "gradients_of", "gradients_in_place", "update")
 """Names of the step's programs: one of all, or two."""
 _LOSSES = 3
 STATES = ("first", "warm", "traced", "cold")

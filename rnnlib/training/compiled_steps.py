@@ -157,7 +157,7 @@ class CompiledSteps:
         if self._has_separate_update:
             sums = LossSums(plain.updates, plain.updates, plain.updates)  # scalars, too
             found = packed(StepGradients(plain.parameters, sums, plain.other, None))
-            calls = [((without_optimizer(state), batch), found), ((state, found), result)]
+            calls = [((without_optimizer(state), batch, found.gradients), found), ((state, found), result)]
         return StoredStep(folder, about, (plain, batch), calls)
 
     def _load(self) -> Any:
@@ -171,9 +171,9 @@ class CompiledSteps:
         if not isinstance(self.train_step, SeparateStep):
             return [(self.train_step, (state, batch))]
         read = without_optimizer(state), batch
-        found = jax.eval_shape(self.train_step.gradients, *read)
+        found = jax.eval_shape(self.train_step.found, *read)
         # XLA takes as long for either, lowering longer for the gradients.
-        return [(self.train_step.gradients, read), (self.train_step.update, (state, found))]
+        return [(self.train_step.gradients, (*read, found.gradients)), (self.train_step.update, (state, found))]
 
     def _step_of(self, programs: Sequence[Any] | None) -> Any:
         """The step that compiled programs make."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 # Primitives whose results are those of the one function that they call.
@@ -22,17 +23,36 @@ _CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call
 class SeparateStep:
     """A training step of two programs; calling it takes a step, as a program of both would.
 
+    Every call writes its gradients where the call before has written its own. XLA keeps the launches of a program's
+    kernels on a GPU as a graph, with the addresses of the arrays in it, and each launch whose arrays have moved is
+    recorded again before it runs. New gradients in each step would be such arrays, and take the place of others.
+
     Attributes:
-        gradients: `(state without the optimizer's, batch) -> StepGradients`.
+        gradients: `(state without the optimizer's, batch, gradients) -> StepGradients`; the gradients that it is given
+            are donated, and no number of them is read.
         update: `(state, StepGradients) -> (state, metrics)`; its state is donated.
+        found: `(state without the optimizer's, batch) -> StepGradients`, to be traced within `gradients` and for the
+            shapes of its results; None where `gradients` is compiled.
     """
 
     gradients: Any
     update: Any
+    found: Any = None
+    _last: list[Any] = dataclasses.field(default_factory=list, compare=False)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """The new state and the metrics."""
-        return self.update(state, self.gradients(without_optimizer(state), batch))
+        read = without_optimizer(state), batch
+        found = self.gradients(*read, self._last.pop() if self._last else self._zeros(*read))
+        result = self.update(state, found)
+        self._last.append(found.gradients)
+        return result
+
+    def _zeros(self, *read: Any) -> Any:
+        """Arrays like the gradients; from the host, since a program for each shape would have to be compiled."""
+        is_compiled = isinstance(self.gradients, jax.stages.Compiled)
+        shapes = self.gradients.args_info[0][2] if is_compiled else jax.eval_shape(self.found, *read).gradients
+        return jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
 
 
 def without_optimizer(state: Any) -> Any:

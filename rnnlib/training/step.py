@@ -465,8 +465,13 @@ def make_train_step(
 
     options = _compiler_options(deterministic, mesh)
     if separate_update:
-        gradients = jax.jit(before_conversion(gradients_of), compiler_options=options)
-        return SeparateStep(gradients, jax.jit(update, donate_argnums=0, compiler_options=options))
+        found = jax.jit(before_conversion(gradients_of))  # without options, being traced inside another
+
+        def gradients_in_place(state: TrainState, batch: Batch, last: Any) -> StepGradients:
+            return found(state, batch)
+
+        gradients = jax.jit(gradients_in_place, donate_argnums=2, keep_unused=True, compiler_options=options)
+        return SeparateStep(gradients, jax.jit(update, donate_argnums=0, compiler_options=options), found)
     return jax.jit(step, donate_argnums=0, compiler_options=options)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from rnnlib.training import Trainer, compiled_steps, step
 from rnnlib.training.compiled_steps import CompiledSteps
+from rnnlib.training.packed import packed
 from rnnlib.training.separate_step import SeparateStep, before_conversion
 
 WIDE = jnp.arange(6.0).reshape(2, 3)
@@ -62,6 +63,24 @@ def test_two_programs_train_as_one(changes, tmp_path, tiny_config, monkeypatch):
     (one, loss), (two, loss_of_two) = ends
     assert loss_of_two == pytest.approx(loss, rel=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), one, two)
+
+
+def test_gradients_are_written_in_place(tiny_config, monkeypatch):
+    monkeypatch.setattr(CompiledSteps, "_has_small_update", lambda _: True)
+    steps = CompiledSteps(tiny_config, np.ones(256, np.int32), None)
+    steps.begin_compiling()
+    steps.finish_compiling()
+    state, batch = (
+        packed(steps.first_state()),
+        {k: jnp.zeros(x.shape, x.dtype) for k, x in steps._abstract_batch().items()},
+    )
+    places = []
+    for _ in range(3):
+        state, _ = steps.train_step(state, batch)
+        (last,) = steps.train_step._last
+        places.append([x.unsafe_buffer_pointer() for x in jax.tree.leaves(last)])
+    assert len(places[0]) == len(jax.tree.leaves(steps.template.parameters))
+    assert places[0] == places[1] == places[2]
 
 
 def test_a_step_of_much_work_has_two_programs(tiny_config, monkeypatch):
