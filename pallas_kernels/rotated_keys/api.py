@@ -163,8 +163,8 @@ def rotated_keys(
         config = RotationConfig(programs=2, fewest=2, most=4) if interpreted() else RotationConfig()
     tokens, size = query.shape[:-3], query.shape[-1]
     rows = query.shape[-3] * query.shape[-2]
-    flat = (x.reshape(-1, rows, size) for x in (query, key))
-    inputs = RotationInputs(*flat, query_bias, key_bias, turns.reshape(-1, *turns.shape[-2:]))
+    flat_query, flat_key = (x.reshape(-1, rows, size) for x in (query, key))
+    inputs = RotationInputs(flat_query, flat_key, query_bias, key_bias, turns.reshape(-1, *turns.shape[-2:]))
     turned = _run(config, pvary_together(inputs))
     shape = (*tokens, query.shape[-2], turns.shape[-2], size)
     return turned[0].reshape(shape), turned[1].reshape(shape)

@@ -265,9 +265,9 @@ class RotatedKeyMap(KeyMap):
             entering = enter_gram(angle[:, -1], None, None, segment_ids, axis)
             own = jnp.cumsum(resets, axis=1)[:, :, None, None] == 0
             angle = angle + jnp.where(own, (entering - jnp.round(entering))[:, None], 0)
-        biases = (bias[...].reshape(-1, *of_key) for bias in (self.query_bias, self.key_bias))
-        rows = (y.reshape(*y.shape[:2], self.shape.key_heads, *of_key) for y in (query, key))
-        turned = rotated_keys(*rows, *biases, angle)
+        query_rows, key_rows = (y.reshape(*y.shape[:2], self.shape.key_heads, *of_key) for y in (query, key))
+        query_bias, key_bias = (bias[...].reshape(-1, *of_key) for bias in (self.query_bias, self.key_bias))
+        turned = rotated_keys(query_rows, key_rows, query_bias, key_bias, angle)
         flat = (y.reshape(*query.shape[:2], -1, self.shape.key_size) for y in turned)
         return Keys(*flat), angle[:, -1] - jnp.round(angle[:, -1])
 
