@@ -10,7 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.delta_rule import api as delta_rule
 from pallas_kernels.linear_attention import api as linear_attention
+from pallas_kernels.short_convolution.branch import ConvolutionBranch
 from rnnlib import ops
+from rnnlib.ops.short_convolution.fused import fused_convolutions
 from tests.processes import result_of
 
 from .kernels_on_context_shards import OPERATORS as KERNELS
@@ -73,6 +75,28 @@ def test_second_derivatives_of_kernels_on_shards():
     )
     traced = str(jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((1, 1024, 1, 16), jnp.float32)))
     assert traced.count("all_gather") > 2 and "delta_compose_segments" in traced
+
+
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_the_gradient_of_the_tokens_that_the_next_device_reads_is_added_in_its_place(side_by_side):
+    """Padded to the length of a shard, as a slice's is, it would be added to all tokens."""
+    kernel = jnp.ones((4, 16))
+
+    def loss(x):
+        with ops.context_axis("context"):
+            if side_by_side:
+                (y, _), _ = fused_convolutions(x, [ConvolutionBranch(kernel), ConvolutionBranch(kernel)])[0]
+            else:
+                y = ops.short_convolution(x, jnp.ones((4, 32)), implementation="triton")[0]
+        return jnp.sum(jnp.sin(y))
+
+    over = P(None, "context")
+    mapped = jax.shard_map(jax.grad(loss), mesh=MESH, in_specs=over, out_specs=over, check_vma=False)
+    traced = jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((1, 1024, 32), jnp.float32))
+    (body,) = (e.params["jaxpr"] for e in traced.eqns if e.primitive.name == "shard_map")
+    found = [e for e in body.eqns if e.outvars[0].aval.shape == (1, 256, 32)]
+    assert {"dynamic_update_slice"} <= {e.primitive.name for e in found}
+    assert not {"pad", "add_any"} & {e.primitive.name for e in found}
 
 
 def test_what_has_no_maps_runs_once_more():
