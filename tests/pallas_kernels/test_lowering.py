@@ -24,6 +24,7 @@ from rnnlib.layers import AttentionConfig, mixer_preset
 from rnnlib.ops.arguments import default_preference
 from rnnlib.ops.log_sum_exp import log_sum_exp
 from rnnlib.ops.rms_norm import rms_norm
+from rnnlib.ops.rotated_keys import rotated_keys
 from rnnlib.ops.softplus_decay import softplus_decay
 from tests.selection import mostly_slow
 
@@ -310,6 +311,7 @@ def test_a_token_s_gates_end_in_the_kernels_of_their_products(mixer, products):
         "preconditioner",
         "convolution",
         "decay",
+        "rotated_keys",
         pytest.param("mixer", marks=pytest.mark.slow),
         "log_sum_exp",
     ],
@@ -333,6 +335,9 @@ def test_operators_lower_inside_shard_map(operator):
             "preconditioner": lambda: ops.precondition_query(x, x, ridge=ridge, log_decay=-row),
             "convolution": lambda: ops.short_convolution(x.reshape(1, 100, 128), kernel),
             "decay": lambda: [softplus_decay(x.reshape(1, 100, 128), jnp.ones(128), kernel[0])],
+            "rotated_keys": lambda: rotated_keys(
+                *[x[:, :, :1, None]] * 2, *[jnp.ones((2, 1, 64))] * 2, row[..., None], implementation="triton"
+            ),
             "mixer": lambda: [mixer(jnp.tile(x.reshape(1, 100, 128), (1, 2, 1)))[0]],
             "log_sum_exp": lambda: [log_sum_exp(jnp.tile(x.reshape(100, 128), (100, 1)))],
         }[operator]()
