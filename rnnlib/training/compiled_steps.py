@@ -34,7 +34,7 @@ from rnnlib.training.memory import bytes_of_each_device, check_fits, device_byte
 from rnnlib.training.mesh import make_mesh, mesh_sizes, param_shardings, tp_size
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
 from rnnlib.training.packed import packed
-from rnnlib.training.separate_step import SeparateStep, without_optimizer
+from rnnlib.training.separate_step import SeparateStep, without_optimizer, zeros_like
 from rnnlib.training.step import (
     StepGradients,
     StepMetrics,
@@ -55,8 +55,8 @@ COMPILING = "rnnlib-compiling"
 _NOT_COMPUTED = ("checkpoint", "data", "evaluation", "logging")
 _PART_OF_MEMORY = 1 / 32
 """Of a GPU's memory, what gradients may take for the step to be made of two programs."""
-_SECONDS_OF_STEP = 0.030
-"""Of the model's operations at the GPU's peak, what such a step has at least: the host starts two programs in less."""
+_SECONDS_OF_STEP = 0.002
+"""Of the model's operations at the GPU's peak, what such a step has at least: the least that was timed."""
 
 
 class CompiledSteps:
@@ -163,7 +163,10 @@ class CompiledSteps:
     def _load(self) -> Any:
         assert self._stored is not None
         devices = jax.local_devices()[:1] if self.mesh is None else list(self.mesh.devices.flat)
-        return self._step_of(self._stored.load(devices))
+        programs = self._stored.load(devices)
+        if programs is None or not self._has_separate_update:
+            return programs and programs[0]
+        return SeparateStep(*programs, last=[zeros_like(programs[0].args_info[0][2])])
 
     def _programs(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """The step's programs, with the arguments that they are lowered for; in the order of a `StoredStep`."""
@@ -174,12 +177,6 @@ class CompiledSteps:
         found = jax.eval_shape(self.train_step.found, *read)
         # XLA takes as long for either, lowering longer for the gradients.
         return [(self.train_step.gradients, (*read, found.gradients)), (self.train_step.update, (state, found))]
-
-    def _step_of(self, programs: Sequence[Any] | None) -> Any:
-        """The step that compiled programs make."""
-        if programs is None or not self._has_separate_update:
-            return programs and programs[0]
-        return SeparateStep(*programs)
 
     def abstract_model(self) -> DecoderLM:
         """The model with shapes in place of arrays; the caller's own."""
@@ -239,8 +236,8 @@ class CompiledSteps:
         """Whether two programs in place of one cost a step little: the gradients', and the optimizer's update.
 
         A run of two programs starts sooner, since XLA compiles them side by side. Beside its work one GPU then holds
-        all gradients, and the host starts two programs. Where the step is one program, the gradients of matrices take
-        the memory that activations have left.
+        all gradients. Where the step is one program, the gradients of matrices take the memory that activations have
+        left.
         """
         if jax.default_backend() != "gpu" or self.mesh is not None or jax.process_count() > 1:
             return False
@@ -342,27 +339,33 @@ class CompiledSteps:
         """
         with self._lock:
             if self._compiling is None and self.config.model.remat != "auto" and jax.process_count() == 1:
-                made = []
-                for program, arguments in self._programs():
+                made, last = [], None
+                programs = self._programs()
+                for program, arguments in programs:
                     lowered = program.lower(*arguments)
                     if self.mesh is None and jax.default_backend() == "gpu":
                         compile_kernels_ahead(lowered, COMPILING)
                     made.append(_in_thread(functools.partial(compiled_and_whether_new, lowered)))
+                if len(programs) > 1:
+                    (_, (_, _, gradients)), _ = programs
+                    last = _in_thread(functools.partial(zeros_like, gradients))
                 self._compiling = concurrent.futures.Future()
-                _in_thread(functools.partial(self._finish, self._compiling, made))
+                _in_thread(functools.partial(self._finish, self._compiling, made, last))
 
     def _finish(
         self,
         result: "concurrent.futures.Future[Any]",
         made: "Sequence[concurrent.futures.Future[tuple[Any, bool]]]",
+        last: "concurrent.futures.Future[Any] | None",
     ) -> None:
         """Gives the compiled step to whoever waits for it, and stores it while training begins."""
         try:
             programs, are_new = zip(*(each.result() for each in made), strict=True)
+            step = programs[0] if last is None else SeparateStep(*programs, last=[last.result()])
         except BaseException as error:
             result.set_exception(error)
             return
-        result.set_result(self._step_of(programs))
+        result.set_result(step)
         if self._stored is not None and all(are_new):
             self._stored.save(programs)
 

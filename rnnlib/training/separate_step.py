@@ -24,35 +24,41 @@ class SeparateStep:
     """A training step of two programs; calling it takes a step, as a program of both would.
 
     Every call writes its gradients where the call before has written its own. XLA keeps the launches of a program's
-    kernels on a GPU as a graph, with the addresses of the arrays in it, and each launch whose arrays have moved is
-    recorded again before it runs. New gradients in each step would be such arrays, and take the place of others.
+    kernels on a GPU as a graph, with the addresses of the arrays in it, and the host records each launch whose arrays
+    have moved again before it runs. New gradients in each step would be such arrays, and would have others move.
 
     Attributes:
         gradients: `(state without the optimizer's, batch, gradients) -> StepGradients`; the gradients that it is given
-            are donated, and no number of them is read.
+            are donated, and their values not read.
         update: `(state, StepGradients) -> (state, metrics)`; its state is donated.
-        found: `(state without the optimizer's, batch) -> StepGradients`, to be traced within `gradients` and for the
-            shapes of its results; None where `gradients` is compiled.
+        found: `(state without the optimizer's, batch) -> StepGradients`, which `gradients` calls; None where that is
+            compiled.
+        last: the gradients that the next call is given, or nothing before the first one.
     """
 
     gradients: Any
     update: Any
     found: Any = None
-    _last: list[Any] = dataclasses.field(default_factory=list, compare=False)
+    last: list[Any] = dataclasses.field(default_factory=list)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """The new state and the metrics."""
         read = without_optimizer(state), batch
-        found = self.gradients(*read, self._last.pop() if self._last else self._zeros(*read))
+        if not self.last:
+            self.last.append(zeros_like(jax.eval_shape(self.found, *read).gradients))
+        found = self.gradients(*read, self.last.pop())
         result = self.update(state, found)
-        self._last.append(found.gradients)
+        self.last.append(found.gradients)
         return result
 
-    def _zeros(self, *read: Any) -> Any:
-        """Arrays like the gradients; from the host, since a program for each shape would have to be compiled."""
-        is_compiled = isinstance(self.gradients, jax.stages.Compiled)
-        shapes = self.gradients.args_info[0][2] if is_compiled else jax.eval_shape(self.found, *read).gradients
-        return jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
+
+def zeros_like(shapes: Any) -> Any:
+    """Arrays of zeros, by way of the host: on a device each shape would be a program to compile.
+
+    Args:
+        shapes: pytree of what has a shape and a dtype.
+    """
+    return jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
 
 
 def without_optimizer(state: Any) -> Any:
