@@ -72,7 +72,7 @@ def stages(begin: float, recorded: dict[str, Any], argv: list[str]) -> None:
         argv: of `rnnlib train`.
     """
     marks: list[float] = [begin]
-    from rnnlib.cli.start import open_early, rare_collections
+    from rnnlib.cli.start import kept_objects, open_early, rare_collections
 
     with rare_collections():
         opening = open_early(argv)
@@ -139,7 +139,8 @@ def stages(begin: float, recorded: dict[str, Any], argv: list[str]) -> None:
             trainer.open(pathlib.Path(folder) / "run")
         print(f"{trainer.size_description}, on {trainer.device_description}")
         marks.append(time.time())
-        trainer.run()
+        with kept_objects():
+            trainer.run()
 
 
 def measured(

@@ -81,3 +81,16 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@contextlib.contextmanager
+def kept_objects() -> Iterator[None]:
+    """Looks for cyclic garbage only among objects that are made within; for a run, beside which a start's all stay.
+
+    Looking through those of a start is a pause of a quarter of a second for a model of 24 layers.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -18,7 +18,7 @@ from rnnlib.cli.arguments import parse, take_option
 from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_programs
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.cli.program import command_line
-from rnnlib.cli.start import rare_collections
+from rnnlib.cli.start import kept_objects, rare_collections
 from rnnlib.data import DamagedTokensError
 from rnnlib.hub.names import local_folder
 from rnnlib.models import ModelConfig, model_preset
@@ -300,7 +300,8 @@ def _train(arguments: TrainArguments, programs: Path | None) -> int:
     else:
         _say("compiling; the first step takes a while")
     try:
-        result = trainer.run()
+        with kept_objects():
+            result = trainer.run()
     except NonFiniteLossError as error:
         raise CommandError(str(error), exit_code=1) from error
     except (CheckpointError, DamagedTokensError, OSError) as error:

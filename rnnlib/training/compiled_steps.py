@@ -166,7 +166,8 @@ class CompiledSteps:
         programs = self._stored.load(devices)
         if programs is None or not self._has_separate_update:
             return programs and programs[0]
-        return SeparateStep(*programs, last=[zeros_like(programs[0].args_info[0][2])])
+        gradients, update = programs
+        return SeparateStep(gradients, update, last=[zeros_like(gradients.args_info[0][2])])
 
     def _programs(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """The step's programs, with the arguments that they are lowered for; in the order of a `StoredStep`."""
@@ -339,8 +340,7 @@ class CompiledSteps:
         """
         with self._lock:
             if self._compiling is None and self.config.model.remat != "auto" and jax.process_count() == 1:
-                made, last = [], None
-                programs = self._programs()
+                made, programs, last = [], self._programs(), None
                 for program, arguments in programs:
                     lowered = program.lower(*arguments)
                     if self.mesh is None and jax.default_backend() == "gpu":
@@ -361,7 +361,11 @@ class CompiledSteps:
         """Gives the compiled step to whoever waits for it, and stores it while training begins."""
         try:
             programs, are_new = zip(*(each.result() for each in made), strict=True)
-            step = programs[0] if last is None else SeparateStep(*programs, last=[last.result()])
+            if last is None:
+                (step,) = programs
+            else:
+                gradients, update = programs
+                step = SeparateStep(gradients, update, last=[last.result()])
         except BaseException as error:
             result.set_exception(error)
             return

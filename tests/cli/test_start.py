@@ -69,3 +69,11 @@ def test_garbage_is_collected_as_before_afterwards():
         assert gc.get_threshold() == (700, 10, 5)
     finally:
         gc.set_threshold(*given)
+
+
+def test_garbage_of_a_run_alone_is_looked_for():
+    before = gc.get_freeze_count()
+    with pytest.raises(KeyError), start.kept_objects():
+        assert gc.get_freeze_count() > before + 10_000
+        raise KeyError
+    assert gc.get_freeze_count() == 0
