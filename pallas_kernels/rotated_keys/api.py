@@ -34,7 +34,7 @@ class RotationConfig:
     programs: int = 4096
     fewest: int = 8
     most: int = 32
-    numbers: int = 256
+    numbers: int = 512
 
     def blocks(self, tokens: int, others: int) -> int:
         """Tokens of a program, of so many, where the grid has so many places beside."""
@@ -141,8 +141,8 @@ def rotated_keys(
 ) -> tuple[Float[Array, "*tokens R HV K"], Float[Array, "*tokens R HV K"]]:
     """Queries and keys of each value head, plus a bias, with channel pairs `(i, i + K/2)` turned; computed in float32.
 
-    Value head `j` has the rows of key head `j // (HV // H)`. Sines and cosines are those of the special function unit,
-    within 1e-6.
+    Value head `j` has the rows of key head `j // (HV // H)`. The gradient of the turns is found from the rounded
+    results. Sines and cosines are those of the special function unit, within 1e-6.
 
     Args:
         query: bfloat16 or float32, R rows of each key head.

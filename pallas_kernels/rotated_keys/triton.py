@@ -3,7 +3,7 @@
 a = x_i + b_i                     c = x_(i + K/2) + b_(i + K/2)
 y_i = a cos - c sin               y_(i + K/2) = c cos + a sin
 da = dy_i cos + dy_(i + K/2) sin  dc = dy_(i + K/2) cos - dy_i sin      dx = sum over value heads      db = over tokens
-d angle = dy_(i + K/2) y_i - dy_i y_(i + K/2), of queries and of keys
+d angle = dy_(i + K/2) y_i - dy_i y_(i + K/2), of queries and of keys, with y as it was rounded
 """
 
 import math
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.triton.backend import cosine, iota, load_masked, sine, store_masked
+from pallas_kernels.common.triton.backend import cosine, iota, load_masked, rounded, sine, store_masked
 
 _TURN = 2.0 * math.pi
 NAMES = ("query", "key")
@@ -126,7 +126,9 @@ def reverse_rotated_keys_kernel(r, *, cut: Cut):
         cos, sin = at.angles(r, token, mask)
         d_angle, found = jnp.zeros((cut.heads, cut.half), jnp.float32), []
         for name, bias, (d_turned, x), total in zip(NAMES, biases, loaded, totals):
-            y, d_y = _turned(x, bias, (cos, sin)), _wide(d_turned)
+            d_y = _wide(d_turned)
+            # Rounded as the recurrence read them: what a pair of tokens gives to later angles then cancels.
+            y = [rounded(part, d_turned[0].dtype).astype(jnp.float32) for part in _turned(x, bias, (cos, sin))]
             d_angle = d_angle + (d_y[1] * y[0] - d_y[0] * y[1])
             d_x = d_y[0] * cos + d_y[1] * sin, d_y[1] * cos - d_y[0] * sin
             for part, column in zip(d_x, (columns, columns + cut.half)):

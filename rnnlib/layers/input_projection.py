@@ -1,6 +1,7 @@
 """The input projection of a mixer: one kernel with named columns, and what the mixer's parts read of its product."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -182,13 +183,15 @@ class InputProjection(nnx.Module):
         if self.kernel is None:
             # A product of narrow columns, which XLA would put into that of a wide one, and copy both out of it.
             given = jax.lax.optimization_barrier(x)
+        columns = _slices
         if self.dot_general is not linear_product:
             fused = self.dot_general(given.astype(self.shape.dtype), kernel.astype(self.shape.dtype), rows_by_matrix(x))
         elif platform() == "gpu" and x.dtype == self.shape.dtype == jnp.bfloat16:
             fused = _matmul_of_stored(*pvary_together((given, kernel)))
+            columns = _slices if self.kernel is not None else _narrow_slices
         else:
             fused = row_product(given.astype(self.shape.dtype), kernel.astype(self.shape.dtype))
-        return ProjectedInput(x, self, _slices(fused, places), fused=fused, places=places)
+        return ProjectedInput(x, self, columns(fused, places), fused=fused, places=places)
 
     def matmul(self, key: str, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
         """One column of an input by itself; `name.down` is the first map of a low rank."""
@@ -402,3 +405,30 @@ def _matmul_backward(residuals: tuple[Array, Array], d_y: Array) -> tuple[Array,
 
 
 _matmul_of_stored.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _narrow_slices(array: Array, places: tuple[tuple[str, int, int], ...]) -> dict[str, Array]:
+    """`_slices` of all columns in their order, whose gradients are arrays of their own before they are put together.
+
+    XLA would compute each of them anew for every column that the sum of all has.
+    """
+    return dict(zip((key for key, _, _ in places), _in_order(tuple(size for _, _, size in places), array)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_order(sizes: tuple[int, ...], array: Array) -> tuple[Array, ...]:
+    """The first columns, the next ones, and so on, by their numbers; those after the last are left out."""
+    ends = itertools.accumulate(sizes)
+    return tuple(array[..., end - size : end] for size, end in zip(sizes, ends))
+
+
+def _in_order_forward(sizes: tuple[int, ...], array: Array) -> tuple[tuple[Array, ...], int]:
+    return _in_order(sizes, array), array.shape[-1]
+
+
+def _in_order_backward(sizes: tuple[int, ...], columns: int, gradients: tuple[Array, ...]) -> tuple[Array]:
+    together = jnp.concatenate(jax.lax.optimization_barrier(gradients), axis=-1)
+    return (jnp.pad(together, [(0, 0)] * (together.ndim - 1) + [(0, columns - sum(sizes))]),)
+
+
+_in_order.defvjp(_in_order_forward, _in_order_backward)

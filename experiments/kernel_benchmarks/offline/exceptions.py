@@ -12,6 +12,7 @@ GATES = "gates by channel in float32, with launches that were chosen without the
 COPIES = "places in arrays, stored before the loops, read mostly by the warpgroup that copies; no wgmma waits"
 SCORES = "two registers of the warpgroup that finds scores to keep, stored and loaded once a chunk; no wgmma waits"
 MMA = "state, residuals and output of 64 rows in one warpgroup, all in registers; for cards without wgmma, untimed"
+KEYS = "one warp holds eight heads' channels, biases and sums; the launch was chosen by its time on the card"
 
 KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("", "delta_prepare", 136, TUNED),
@@ -40,6 +41,7 @@ KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("ridge", "ridge_chebyshev", 460, ITERATES),
     ("ridge", "ridge_conjugate_gradient", 1308, ITERATES),
     ("ridge", "ridge_gradients", 192, ITERATES),
+    ("rotated keys", "rotated_keys_reverse", 256, KEYS),
     ("preconditioner query", "gram_apply", 296, READOUT),
     ("preconditioner query", "gram_reverse", 120, READOUT),
     ("preconditioner write key 256", "gram_sums", 5320, READOUT),
