@@ -126,7 +126,7 @@ def test_narrow_and_odd_maps_are_multiplied_as_they_are(sizes, serves):
 
 
 CONFIG = ModelConfig(
-    64, 256, 2, 1, ("gated_deltanet", "attention"), matmul_dtype="float8", mixer_overrides={"gated_deltanet": {}}
+    64, 256, 2, 2, ("gated_deltanet", "attention"), matmul_dtype="float8", mixer_overrides={"gated_deltanet": {}}
 )
 
 
