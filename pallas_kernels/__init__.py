@@ -8,6 +8,7 @@
 | `preconditioner` | the diagonal of the keys' Gram matrix, and what is read from it |
 | `short_convolution` | the short causal convolution, of a sequence and of one token |
 | `softplus_decay` | a log decay by channel from a projection |
+| `float8` | a matrix rounded to float8, and its transpose |
 | `norms` | RMS norms with an output gate or a sum before them |
 | `attention` | one token's attention to a cache; the backward pass of causal attention |
 | `skinny_gemm` | products of few rows with matrices |

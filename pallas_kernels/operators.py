@@ -9,6 +9,7 @@ from pallas_kernels.cross_entropy import log_sum_exp as cross_entropy
 from pallas_kernels.delta_rule import api as delta_rule
 from pallas_kernels.delta_rule import delayed_update
 from pallas_kernels.delta_rule import dplr as diagonal_plus_low_rank
+from pallas_kernels.float8 import api as float8
 from pallas_kernels.linear_attention import api as linear_attention
 from pallas_kernels.norms import api as norms
 from pallas_kernels.preconditioner import api as preconditioner
@@ -26,6 +27,7 @@ __all__ = [
     "delayed_update",
     "delta_rule",
     "diagonal_plus_low_rank",
+    "float8",
     "linear_attention",
     "norms",
     "preconditioner",

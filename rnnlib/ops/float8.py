@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.vma import pvary_together
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import is_split
 from rnnlib.ops.skinny_gemm import linear_product, skinny_kernel_supports
 
@@ -75,46 +75,51 @@ def _product(x: Array, kernel: Array) -> Array:
 
 
 def _product_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Rounded, Rounded]]:
-    rounded, by_columns = _round_both_ways(x, _FORWARD)
-    kernel_rounded, kernel_by_columns = _round_both_ways(kernel, _FORWARD)
-    y = _multiply(rounded, kernel_by_columns, (1, 0), x.dtype)
+    rounded, transposed = _round_both_ways(x, _FORWARD)
+    kernel_rounded, kernel_transposed = _round_both_ways(kernel, _FORWARD)
+    y = _multiply(rounded, kernel_transposed, (1, 1), x.dtype)
     # What the backward pass reads are rounded arrays, of a byte a number.
-    return y, (by_columns, kernel_rounded)
+    return y, (transposed, kernel_rounded)
 
 
 def _product_backward(read: tuple[Rounded, Rounded], d_y: Array) -> tuple[Array, Array]:
-    x, kernel = read
-    rounded, by_columns = _round_both_ways(d_y, _BACKWARD)
-    return _multiply(rounded, kernel, (1, 1), d_y.dtype), _multiply(x, by_columns, (0, 0), d_y.dtype)
+    x_transposed, kernel = read
+    rounded, transposed = _round_both_ways(d_y, _BACKWARD)
+    d_x = _multiply(rounded, kernel, (1, 1), d_y.dtype)
+    return d_x, _multiply(x_transposed, transposed, (1, 1), d_y.dtype)
 
 
 _product.defvjp(_product_forward, _product_backward)
 
 
 def _round_both_ways(x: Array, dtype: Any) -> tuple[Rounded, Rounded]:
-    """A matrix in float8, once with its rows side by side in memory and once with its columns.
+    """A matrix in float8, and its transpose.
 
-    cuBLAS reads side by side what a product sums over, and XLA gives it a transposed copy by a kernel of its own. Of
-    two arrays whose layouts are said, the kernel that rounds writes both. The barrier keeps the second one from being
-    made where the product reads it.
+    cuBLAS wants side by side in memory what a product of float8 sums over. A kernel of its own rounds and writes both.
+    XLA would write the transpose after the rounding, or both in a fusion that takes as long.
     """
-    rounded, factor = _round(x, dtype)
-    if platform() != "gpu":
-        return (rounded, factor), (rounded, factor)
-    by_rows = with_layout_constraint(rounded, Layout((0, 1)))
-    by_columns = with_layout_constraint(by_rows, Layout((1, 0)))
-    by_rows, by_columns = jax.lax.optimization_barrier((by_rows, by_columns))
-    return (by_rows, factor), (by_columns, factor)
+    inverse, factor = _scale(x, dtype)
+    if platform() == "gpu" and unsupported_reason(lambda kernels: kernels.float8.unsupported_reason(x)) is None:
+        rounded, transposed = kernel_operators().float8.round_both_ways(x, inverse, dtype)
+    else:
+        rounded = (x * inverse.astype(x.dtype)).astype(dtype)
+        transposed = rounded.T
+    return (rounded, factor.astype(x.dtype)), (transposed, factor.astype(x.dtype))
 
 
 def _round(x: Array, dtype: Any) -> Rounded:
+    inverse, factor = _scale(x, dtype)
+    return (x * inverse.astype(x.dtype)).astype(dtype), factor.astype(x.dtype)
+
+
+def _scale(x: Array, dtype: Any) -> tuple[Array, Array]:
+    """The power of two that brings an array just under the largest number of `dtype`, float32, and its inverse."""
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
     exponent = jnp.frexp(largest)[1] - jnp.frexp(jnp.finfo(dtype).max.astype(jnp.float32))[1] + 1
     exponent = jnp.clip(jnp.where(largest > 0, exponent, 0), -_EXPONENT, _EXPONENT)
     # float8 would turn what is not finite into its largest number, and a training step would not be skipped.
     one = jnp.where(jnp.isfinite(largest), 1.0, jnp.nan)
-    inverse, factor = jnp.ldexp(one, -exponent), jnp.ldexp(one, exponent)
-    return (x * inverse.astype(x.dtype)).astype(dtype), factor.astype(x.dtype)
+    return jnp.ldexp(one, -exponent), jnp.ldexp(one, exponent)
 
 
 def _multiply(lhs: Rounded, rhs: Rounded, contracted: tuple[int, int], dtype: DTypeLike) -> Array:

@@ -70,14 +70,14 @@ def test_largest_zero_and_not_finite():
 
 @given(
     seed=st.integers(0, 99),
-    rows=st.integers(1, 9),
-    channels=st.tuples(st.integers(16, 20), st.integers(16, 20)),
+    rows=st.sampled_from([64, 128, 192, 65]),
+    channels=st.tuples(st.integers(4, 6), st.integers(4, 6)),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     is_batched=st.booleans(),
 )
-@settings(deadline=None, max_examples=15)
-def test_arrays_rounded_by_rows_and_by_columns_give_the_same_bits(seed, rows, channels, dtype, is_batched):
-    features_in, features_out = (16 * number for number in channels)
+@settings(deadline=None, max_examples=6)
+def test_the_kernel_that_rounds_and_transposes_gives_the_same_bits(seed, rows, channels, dtype, is_batched):
+    features_in, features_out = (64 * number for number in channels)
     x, kernel = (
         _draw(seed, (3, rows, features_in), 3.0, dtype),
         _draw(seed + 1, (features_in, features_out), 0.1, dtype),
@@ -97,7 +97,6 @@ def test_arrays_rounded_by_rows_and_by_columns_give_the_same_bits(seed, rows, ch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(float8, "platform", lambda: "gpu")
         lowered = jax.jit(lambda *arrays: results(*arrays)).lower(x, kernel, d_y)
-    assert lowered.as_text().count("LayoutConstraint") == 6  # two of each array
     jax.tree.map(np.testing.assert_array_equal, lowered.compile()(x, kernel, d_y), wanted)
 
 

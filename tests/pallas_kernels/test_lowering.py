@@ -22,6 +22,7 @@ from pallas_kernels.linear_attention.api import linear_attention
 from rnnlib import ops
 from rnnlib.layers import AttentionConfig, mixer_preset
 from rnnlib.ops.arguments import default_preference
+from rnnlib.ops.float8 import float8_product
 from rnnlib.ops.log_sum_exp import log_sum_exp
 from rnnlib.ops.rms_norm import rms_norm
 from rnnlib.ops.rotated_keys import rotated_keys
@@ -207,6 +208,20 @@ def test_small_kernels_lower_and_are_taken_for_large_arrays():
     assert count_kernels(log_sum_exp, jax.ShapeDtypeStruct((16, 32000), jnp.float32)) == 0
     p, rate = jax.ShapeDtypeStruct((4096, 1000), jnp.bfloat16), jax.ShapeDtypeStruct((1000,), jnp.float32)
     assert count_kernels(jax.grad(lambda *x: jnp.sum(softplus_decay(*x)), (0, 1, 2)), p, rate, rate) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "kernels"), [(4096, "bfloat16", 3), (4095, "bfloat16", 0), (64, "float32", 0)]
+)
+def test_rounding_to_float8_lowers_and_is_taken_for_tiles_of_bfloat16(rows, dtype, kernels):
+    """Of rows, matrix and gradient; without a gradient nothing is transposed."""
+    x, kernel = jax.ShapeDtypeStruct((1, rows, 512), dtype), jax.ShapeDtypeStruct((512, 320), dtype)
+
+    def loss(x, kernel):
+        return jnp.sum(float8_product(x, kernel, (((2,), (0,)), ((), ()))).astype(jnp.float32) ** 2)
+
+    assert count_kernels(jax.grad(loss, (0, 1)), x, kernel) == kernels
+    assert count_kernels(loss, x, kernel) == 0
 
 
 @pytest.mark.parametrize(

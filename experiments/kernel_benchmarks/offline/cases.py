@@ -386,6 +386,9 @@ def rows() -> list[Case]:
     def decay(x: Any) -> jax.Array:
         return _total(operators.softplus_decay.softplus_decay(**x))
 
+    def rounded(x: Any) -> Any:
+        return operators.float8.round_both_ways(**x, dtype=jnp.float8_e4m3fn)
+
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -408,6 +411,12 @@ def rows() -> list[Case]:
         ),
         *(gate_first(groups, features) for groups, features in ((1, 4096), (1, 3072), (4, 1024))),
         Case("softplus decay bfloat16", decay, {"p": array(16384, 1024)} | of_channels),
+        Case(
+            "rounding to float8 and transposing",
+            rounded,
+            {"x": array(8192, 6464), "scale": array(dtype=jnp.float32)},
+            differentiated=False,
+        ),
         Case(
             "log sum exp float32",
             lambda x: _total(operators.cross_entropy.log_sum_exp(x["x"])),
