@@ -407,7 +407,7 @@ def _matmul_backward(residuals: tuple[Array, Array], d_y: Array) -> tuple[Array,
 _matmul_of_stored.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _narrow_slices(array: Array, places: tuple[tuple[str, int, int], ...]) -> dict[str, Array]:
+def _narrow_slices(array: Array, places: Sequence[tuple[str, int, int]]) -> dict[str, Array]:
     """`_slices` of all columns in their order, whose gradients are arrays of their own before they are put together.
 
     XLA would compute each of them anew for every column that the sum of all has.

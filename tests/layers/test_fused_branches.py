@@ -11,7 +11,7 @@ from flax import nnx
 from pallas_kernels.short_convolution.branch import ConvolutionBranch, Epilogue
 from rnnlib import ops
 from rnnlib.layers import InputProjection, MixerShape, mixer_preset
-from rnnlib.layers.input_projection import shared_columns
+from rnnlib.layers.input_projection import _narrow_slices, _slices, shared_columns
 from rnnlib.models.variables import values_by_column
 from rnnlib.ops.short_convolution import fused
 from rnnlib.ops.short_convolution.fused import fused_convolutions, fused_unsupported
@@ -189,3 +189,19 @@ def test_recomputation_that_keeps_products_keeps_the_fused_one(monkeypatch, caps
     products = [line for line in capsys.readouterr().out.splitlines() if "output of dot_general" in line]
     # Queries, keys, values, the inner ones of decay and gate, and the gain: 130 columns of 192.
     assert sum("f32[64,192]" in line for line in products) == 1 and len(products) == 3
+
+
+def test_narrow_columns_are_slices_and_so_are_their_gradients():
+    """With columns at the end that nothing reads, and one that has no gradient."""
+    places = (("query", 0, 6), ("gate", 6, 1), ("angle", 7, 4))
+
+    def loss(slices):
+        def run(x):
+            columns = slices(x, places)
+            return jnp.sum(jnp.sin(columns["query"]) * columns["gate"])
+
+        return run
+
+    x = draw(2, LENGTH, 16)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, _narrow_slices(x, places), _slices(x, places)))
+    np.testing.assert_array_equal(*(jax.jit(jax.grad(loss(slices)))(x) for slices in (_narrow_slices, _slices)))
