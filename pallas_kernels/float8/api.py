@@ -23,13 +23,11 @@ class RoundingConfig:
         rows: of a tile, at most; a power of two.
         columns: of a tile, at most; a power of two.
         num_warps: of a program.
-        transposes_first: whether numbers are transposed before they are rounded, of two bytes each, or after.
     """
 
-    rows: int = 128
-    columns: int = 64
+    rows: int = 64
+    columns: int = 128
     num_warps: int = 4
-    transposes_first: bool = True
 
 
 _LEAST = 64
@@ -88,6 +86,5 @@ def round_both_ways(
             "by_columns": Operand(transposed, (columns, rows), lambda c, n: (c, n)),
         },
         KernelConfig(num_warps=config.num_warps, num_stages=1),
-        transposes_first=config.transposes_first,
     )
     return results["by_rows"], results["by_columns"]  # type: ignore[return-value]

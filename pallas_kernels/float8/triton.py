@@ -3,18 +3,8 @@
 import jax.numpy as jnp
 
 
-def round_both_ways_kernel(r, *, transposes_first: bool):
-    """The tile times a power of two in float8, by rows and by columns.
-
-    Args:
-        r: references: `x`, `scale`, `by_rows`, `by_columns`.
-        transposes_first: whether numbers are transposed before they are rounded, of two bytes each, or after.
-    """
-    x, scale = r.x[...], r.scale[0]
-
-    def rounded(x):
-        return (x.astype(jnp.float32) * scale).astype(r.by_rows.dtype)
-
-    by_rows = rounded(x)
-    r.by_rows[...] = by_rows
-    r.by_columns[...] = rounded(x.T) if transposes_first else by_rows.T
+def round_both_ways_kernel(r):
+    """The tile of `x` times `scale`, a power of two, in float8: `by_rows`, and `by_columns` transposed."""
+    rounded = (r.x[...].astype(jnp.float32) * r.scale[0]).astype(r.by_rows.dtype)
+    r.by_rows[...] = rounded
+    r.by_columns[...] = rounded.T

@@ -11,7 +11,7 @@ DTYPES = ("float8_e4m3fn", "float8_e5m2")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("config", [None, RoundingConfig(64, 128, 4, False)])
+@pytest.mark.parametrize("config", [None, RoundingConfig(128, 64, 8)])
 def test_all_numbers_are_rounded_as_xla_rounds(dtype, config):
     bits = jnp.arange(1 << 16, dtype=jnp.uint32).astype(jnp.uint16).reshape(128, 512)
     x = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
