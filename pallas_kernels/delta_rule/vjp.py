@@ -10,6 +10,7 @@ from jax import Array
 
 from pallas_kernels.common.decay import divisible
 from pallas_kernels.common.row_shards import of_first_shard
+from pallas_kernels.common.triton.backend import interpreted
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.vma import batch_alike
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
@@ -76,9 +77,12 @@ def _operands(options: Options, inputs: Inputs, has_gradient: bool = True) -> In
     return inputs
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` for padded inputs; differentiable."""
+    return (interpreted_pass if interpreted() else compiled_pass)(options, inputs)
+
+
+def _without_gradient(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     kernel_shape, config = _problem(options, inputs), options.config
     stages = choose_stages(config)
     forward = stages.forward if options.context_axis is None else None
@@ -153,7 +157,12 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     return (gradients,)
 
 
-chunked_pass.defvjp(_forward, _backward)
+# Where a block is recomputed (`jax.checkpoint`), its first forward is that without a gradient: it keeps nothing. jax
+# does not do so for what calls back, as the interpreter of kernels does.
+compiled_pass = jax.custom_vjp(_without_gradient, nondiff_argnums=(0,))
+compiled_pass.defvjp(_forward, _backward, optimize_remat=True)
+interpreted_pass = jax.custom_vjp(_without_gradient, nondiff_argnums=(0,))
+interpreted_pass.defvjp(_forward, _backward)
 
 
 Pass = Callable[[Options, Inputs], tuple[Array, Array]]

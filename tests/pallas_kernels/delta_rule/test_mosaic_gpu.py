@@ -444,6 +444,19 @@ def test_hopper_cards_take_what_is_named():
         assert (text.count("mosaic_gpu_v2"), text.count("xla.gpu.triton")) == (here, triton_kernels)
 
 
+def test_the_first_forward_of_a_recomputed_block_is_that_without_a_gradient():
+    """One kernel for its first stage and output, where the call has such; nothing of it is kept."""
+    x = jax.ShapeDtypeStruct((2, 128, 72, 128), jnp.bfloat16)
+    row = jax.ShapeDtypeStruct(x.shape[:3], jnp.float32)
+    arrays = {"q": x, "k": x, "v": x, "beta": row, "log_decay": row}
+
+    def kernels(recomputed):
+        run = recomputed(lambda x: loss(x, "mosaic"))
+        return lowered(jax.value_and_grad(run), arrays).count("mosaic_gpu_v2")
+
+    assert (kernels(lambda run: run), kernels(jax.checkpoint)) == (5, 6)
+
+
 def test_hopper_cards_take_those_of_segments_unasked():
     """Maps of splits and of the gradient, too; both of their compositions and zeros of closed gates are Triton's."""
     x = arguments("scalar", False, jnp.bfloat16, length=4096)
