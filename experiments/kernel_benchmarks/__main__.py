@@ -54,7 +54,7 @@ def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         **results,
         "commit": ", ".join(dict.fromkeys((*before["commit"].split(", "), results["commit"]))),
         "command": f"{before['command']} && {results['command']}",
-        "date": f"{before['date'].partition(' to ')[0]} to {results['date']}",
+        "date": f"{before['date'].partition(' to ')[0]} to {results['date'].rpartition(' to ')[2]}",
         "versions": {**before["versions"], **results["versions"]},
         "config": before["config"],
         "records": [r for r in records if r.get("reason") != "time limit" or point(r) not in drawn],

@@ -302,7 +302,7 @@ def test_runs_are_joined_with_the_last_time_of_each(tmp_path, capsys):
     """An operator that no run timed as a call takes it has Triton's kernels; lengths, errors and such are left out."""
     shape, other = (1, 2048, 8, 128, 128), (1, 4096, 8, 128, 128)
     config = BenchmarkConfig(operators=("linear_attention", "kda"), shapes=(shape[:3],))
-    about = {"device": "card", "versions": {}, "date": "2026", "notes": ["of one run"]}
+    about = {"device": "card", "versions": {}, "notes": ["of one run"]}
 
     def time(name, operator, ms, shape=shape):
         times = {"device_ms": ms, "wall_ms": ms, "kernels": {}, "peak_mib": 1.0}
@@ -316,14 +316,17 @@ def test_runs_are_joined_with_the_last_time_of_each(tmp_path, capsys):
     first.append({"kind": "error", "implementation": "fla", "operator": "kda", "shape": list(shape), "case": "random"})
     second = [*time("ours", "kda", 0.2), *time("fla", "kda", 0.6)]
     second.append({"kind": "failure", "of": "time", "implementation": "fla", "operator": "kda", "reason": "time limit"})
-    for name, commit, records in (("old", "a, b", first), ("new", "c", second)):
-        run = {**about, "commit": commit, "command": name, "config": json.loads(json.dumps(vars(config), default=str))}
+    runs = ("old", "a, b", "2026-11-21", first), ("new", "c", "2026-11-28 to 2026-11-29", second)
+    for name, commit, date, records in runs:
+        run = {**about, "date": date, "commit": commit, "command": name}
+        run |= {"config": json.loads(json.dumps(vars(config), default=str))}
         (tmp_path / f"{name}.json").write_text(json.dumps({**run, "records": records}))
     arguments = ["--output", str(tmp_path), "--name", "both", "--join"]
     assert main([*arguments, "old", "newer"]) == 2 and "there is no" in capsys.readouterr().out
     assert main([*arguments, "old", "new"]) == 0
     results = json.loads((tmp_path / "both.json").read_text())
     assert (results["commit"], results["command"]) == ("a, b, c", "old && new")
+    assert results["date"] == "2026-11-21 to 2026-11-29"
     assert {r["kind"] for r in results["records"]} == {"time", "ceiling"}
     view = View(results)
     found = {(name, op): view.time(name, op, shape, "forward") for name in ("ours", "fla") for op in operators}
