@@ -39,7 +39,7 @@ from pallas_kernels.delta_rule.triton.fwd import fwd_h, fwd_o
 from pallas_kernels.delta_rule.triton.split_sequence import combine_splits, split_transitions
 from pallas_kernels.delta_rule.triton.wy import wy_factors
 from pallas_kernels.delta_rule.tuned_configs import table_name, variant_name
-from pallas_kernels.delta_rule.vjp import Options, chunked_pass
+from pallas_kernels.delta_rule.vjp import Options, choose_pass
 from pallas_kernels.linear_attention.triton import Places, rows_of, states_of_splits, sums
 from pallas_kernels.linear_attention.vjp import linear_pass
 
@@ -231,7 +231,7 @@ def check_config(options: Options, variant: tuple[str, str, str], sizes: tuple[i
         return jax.jit(jax.value_and_grad(functools.partial(loss, function), has_aux=True))(inputs)
 
     def apply(inputs):
-        pass_over = linear_pass if is_sum(inputs, options.online) else chunked_pass
+        pass_over = linear_pass if is_sum(inputs, options.online) else choose_pass()
         return crop_results(inputs, pass_over(options, pad_inputs(inputs)))
 
     (_, results), gradients = run(apply, inputs)

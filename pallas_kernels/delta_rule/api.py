@@ -15,7 +15,7 @@ from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.delta_rule.config import DeltaRuleConfig, splits
 from pallas_kernels.delta_rule.inputs import Inputs, crop_results, make_inputs, pad_inputs
 from pallas_kernels.delta_rule.tuned_configs import choose_config
-from pallas_kernels.delta_rule.vjp import Options, chunked_pass, one_token
+from pallas_kernels.delta_rule.vjp import Options, choose_pass, one_token
 
 MAX_CHANNELS = {"triton": 256, "mosaic": 128}
 """Key or value channels of a head that each backend takes at most."""
@@ -179,9 +179,9 @@ def gated_delta_rule(
     how: dict[str, Any] = {"tied_gates": tied_gates, "backend": backend, "context_axis": context_axis}
     options, inputs = call_options(inputs, scale=scale, config=config, **how)
     if q.shape[1] == 1:
-        out, state = one_token(chunked_pass, options, inputs)
+        out, state = one_token(choose_pass(), options, inputs)
     else:
-        out, state = crop_results(inputs, chunked_pass(options, pad_inputs(inputs)))
+        out, state = crop_results(inputs, choose_pass()(options, pad_inputs(inputs)))
     return out.astype(v.dtype), state
 
 

@@ -20,7 +20,7 @@ from pallas_kernels.common.refusal import refuse
 from pallas_kernels.delta_rule.api import call_options, shard_reason, unsupported_reason
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import crop_results, make_inputs, pad_inputs
-from pallas_kernels.delta_rule.vjp import chunked_pass
+from pallas_kernels.delta_rule.vjp import choose_pass
 
 LEAST_LOG_DECAY = -MAX_EXPONENT / (CHUNK // 2)
 """Log decays have to be at least this, so that one product of pairs has the range of a chunk (`channel_decay`)."""
@@ -74,5 +74,5 @@ def dplr(
     dtype = inputs.q.dtype
     inputs = inputs._replace(value_key=k.astype(dtype), write_key=b.astype(dtype))
     options, inputs = call_options(inputs, scale=scale, config=config, context_axis=context_axis)
-    out, state = crop_results(inputs, chunked_pass(options, pad_inputs(inputs)))
+    out, state = crop_results(inputs, choose_pass()(options, pad_inputs(inputs)))
     return out.astype(v.dtype), state

@@ -77,12 +77,16 @@ def _operands(options: Options, inputs: Inputs, has_gradient: bool = True) -> In
     return inputs
 
 
+Pass = Callable[[Options, Inputs], tuple[Array, Array]]
+
+
+def choose_pass() -> Pass:
+    """`chunked_pass` with its gradients, for the caller to call."""
+    return _interpreted_pass if interpreted() else _compiled_pass
+
+
 def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
-    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` for padded inputs; differentiable."""
-    return (interpreted_pass if interpreted() else compiled_pass)(options, inputs)
-
-
-def _without_gradient(options: Options, inputs: Inputs) -> tuple[Array, Array]:
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` for padded inputs."""
     kernel_shape, config = _problem(options, inputs), options.config
     stages = choose_stages(config)
     forward = stages.forward if options.context_axis is None else None
@@ -159,13 +163,10 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
 
 # Where a block is recomputed (`jax.checkpoint`), its first forward is that without a gradient: it keeps nothing. jax
 # does not do so for what calls back, as the interpreter of kernels does.
-compiled_pass = jax.custom_vjp(_without_gradient, nondiff_argnums=(0,))
-compiled_pass.defvjp(_forward, _backward, optimize_remat=True)
-interpreted_pass = jax.custom_vjp(_without_gradient, nondiff_argnums=(0,))
-interpreted_pass.defvjp(_forward, _backward)
-
-
-Pass = Callable[[Options, Inputs], tuple[Array, Array]]
+_compiled_pass = jax.custom_vjp(chunked_pass, nondiff_argnums=(0,))
+_compiled_pass.defvjp(_forward, _backward, optimize_remat=True)
+_interpreted_pass = jax.custom_vjp(chunked_pass, nondiff_argnums=(0,))
+_interpreted_pass.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

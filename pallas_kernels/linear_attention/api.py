@@ -14,7 +14,7 @@ from pallas_kernels.delta_rule import api as delta_rule
 from pallas_kernels.delta_rule.api import call_options
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import crop_results, is_sum, make_inputs, pad_inputs
-from pallas_kernels.delta_rule.vjp import Pass, chunked_pass, one_token
+from pallas_kernels.delta_rule.vjp import Pass, choose_pass, one_token
 from pallas_kernels.linear_attention.vjp import gated_values, linear_pass, with_gate_in_values
 
 _MOSAIC_SIZES = (64, 128)
@@ -176,7 +176,7 @@ def linear_attention(
     how: dict[str, Any] = {"online": False, "backend": of_stages, "context_axis": context_axis}
     options, inputs = call_options(inputs, scale=scale, config=config, **how)
     options = dataclasses.replace(options, diagonal_size=diagonal_size)
-    run: Pass = chunked_pass
+    run: Pass = choose_pass()
     if is_sum(inputs, online=False):
         inputs = with_gate_in_values(inputs)
         run = linear_pass
