@@ -93,6 +93,7 @@ def test_eval_and_standard_tasks(published, capsys, tmp_path):
         assert found == pytest.approx(float(np.exp(-scores.log_probabilities.sum())), rel=1e-5)
 
 
+@pytest.mark.slow  # the page of published models runs its commands, too
 def test_fine_tune_and_export(published, tmp_path, monkeypatch, capsys, corpus):
     monkeypatch.chdir(tmp_path)
     data = ["--data.source", "text", "--data.paths", f"{corpus}/*.txt", "--data.split-by", "tail"]
@@ -126,6 +127,7 @@ def test_fine_tune_and_export(published, tmp_path, monkeypatch, capsys, corpus):
     assert row["loss"] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_fine_tune_on_conversations(published, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     turns = [("user", "{} plus 1"), ("assistant", "is {}"), ("user", "x"), ("assistant", "ok")]

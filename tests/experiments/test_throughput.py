@@ -190,6 +190,7 @@ def test_another_card_has_results_and_tables_of_its_own(tmp_path):
     assert "| Gated DeltaNet |" not in written.partition("end of the small setting")[0]
 
 
+@pytest.mark.slow
 def test_layers_one_after_another_give_the_losses_of_the_scan(tmp_path):
     arguments = ["--mixers", "Gated DeltaNet", "--lengths", "64", "--output", str(tmp_path)]
     assert command.main([*arguments, "--keeps", "everything", "--profile", "everything"]) == 0

@@ -81,7 +81,7 @@ class OwnBlock(nnx.Module):
         return self.block(2 * x, **options)
 
 
-@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("parts", mostly_slow([False, True], [True]))
 @pytest.mark.parametrize(
     "mixers", mostly_slow([("gated_deltanet",), ("kda", "attention"), ("mamba2",)], [("kda", "attention")])
 )

@@ -18,7 +18,7 @@ from tests.processes import result_of
 from .kernels_on_context_shards import OPERATORS as KERNELS
 from .on_context_shards import OPERATORS, SLOW
 
-ALWAYS = ["decay", "linear attention, gates", "linear attention, decay by channel"]
+ALWAYS = ["decay", "linear attention, gates"]
 MESH = AbstractMesh((4,), ("context",), axis_types=(AxisType.Auto,))
 
 

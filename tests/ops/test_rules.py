@@ -83,7 +83,7 @@ def test_float64_chunks_are_exact(x64, rule):
         assert max(relative_error(actual[name], expected[name]) for name in expected) < 1e-12
 
 
-@pytest.mark.parametrize("matrices", [1, 8])
+@pytest.mark.parametrize("matrices", mostly_slow([1, 8], [8]))
 @pytest.mark.parametrize("case", [HARDEST[0], PLAIN], ids=["channels", "heads"])
 def test_blocks_of_a_tpu_are_the_scan(monkeypatch, case, matrices):
     """The loop over blocks of chunks, rows and heads that a TPU runs: one chunk in a block, and all sizes above 1."""
