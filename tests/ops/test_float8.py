@@ -1,9 +1,6 @@
 """Products in float8: their values, their gradients, and what a model multiplies that way."""
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +10,13 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.kernel_benchmarks.offline.compiling import environment, missing_packages
+from experiments.kernel_benchmarks.offline.compiling import missing_packages
 from rnnlib.layers import InputProjection
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.ops import float8
 from rnnlib.ops.float8 import float8_product, float8_supports
 from rnnlib.ops.skinny_gemm import linear_product
+from tests.described_card import output_of
 from tests.ops import float8_on_described_card
 
 DIMENSIONS = (((2,), (0,)), ((), ()))
@@ -102,15 +100,7 @@ def test_the_kernel_that_rounds_and_transposes_gives_the_same_bits(seed, rows, c
 
 @pytest.mark.skipif(missing_packages() is not None, reason=str(missing_packages()))
 def test_a_card_rounds_and_transposes_in_one_kernel():
-    result = subprocess.run(
-        [sys.executable, "-m", float8_on_described_card.__name__],
-        env=os.environ | environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    written = json.loads(result.stdout.splitlines()[-1])
+    written = json.loads(output_of(float8_on_described_card.__name__).splitlines()[-1])
     # A kernel each for activations and gradients, and none for weights, which are rounded before the loop.
     assert sorted(map(len, written)) == [2, 2], written
     dtypes = [{shape.partition("[")[0] for shape in shapes} for shapes in written]

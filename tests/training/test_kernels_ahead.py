@@ -1,15 +1,12 @@
 """Kernels that are compiled beside their program: which they are, and that XLA does not compile them again."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.kernel_benchmarks.offline.compiling import environment, missing_packages
+from experiments.kernel_benchmarks.offline.compiling import missing_packages
 from rnnlib.training import kernels_ahead
+from tests.described_card import output_of
 from tests.training import kernels_on_described_card
 
 LOWERED = jax.jit(jnp.sin).lower(1.0)
@@ -34,12 +31,4 @@ def test_an_error_is_left_to_the_program(monkeypatch):
 
 @pytest.mark.skipif(missing_packages() is not None, reason="XLA's plugin for CUDA is not installed")
 def test_a_kernel_that_was_compiled_ahead_is_not_compiled_again():
-    result = subprocess.run(
-        [sys.executable, "-m", kernels_on_described_card.__name__],
-        env=os.environ | environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.split() == ["2", "kernels,", "2", "compiled,", "then", "0"]
+    assert output_of(kernels_on_described_card.__name__).split() == ["2", "kernels,", "2", "compiled,", "then", "0"]

@@ -1,10 +1,7 @@
 """An update that is left out leaves everything as it was, and on a GPU several arrays share a kernel."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.kernel_benchmarks.offline.compiling import environment, missing_packages
+from experiments.kernel_benchmarks.offline.compiling import missing_packages
 from rnnlib.training import optimizer as training_optimizer
 from rnnlib.training.optimizer import where_finite
+from tests.described_card import output_of
 from tests.training import on_described_card
 
 SHAPES = [(3,), (2, 3), (3,), (), (2, 3), (3,), (3,), (5, 1), (3,), ()]
@@ -69,15 +67,7 @@ def test_arrays_of_one_shape_share_a_row_up_to_so_many_numbers(numbers, rows, mo
 
 @pytest.mark.skipif(missing_packages() is not None, reason=str(missing_packages()))
 def test_a_card_runs_few_kernels_for_many_small_arrays():
-    result = subprocess.run(
-        [sys.executable, "-m", on_described_card.__name__],
-        env=os.environ | environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    counts = json.loads(result.stdout.splitlines()[-1])
+    counts = json.loads(output_of(on_described_card.__name__).splitlines()[-1])
     assert counts["apart"] >= 3 * on_described_card.LAYERS
     # Of the 15 matrices five share a kernel; of the small arrays as many as XLA's limit of operands allows, 12 or 13.
     others = counts["apart"] - 3 * on_described_card.LAYERS
