@@ -70,10 +70,14 @@ class _Places:
         """Of queries and of keys."""
         return [_wide(self.halves(getattr(r, f"{name}_bias"), self.head, self.row)) for name in NAMES]
 
+    def turning(self, mask: Array | None) -> Array:
+        """Which channels turn, of tokens that exist."""
+        turns = self.column < self.cut.pairs
+        return turns if mask is None else turns & mask
+
     def angles(self, r, token: Any, mask: Array | None) -> tuple[Array, Array]:
         """Cosines and sines; 1 and 0 for channels that do not turn."""
-        turns = self.column < self.cut.pairs
-        turn = load_masked(r.turns, (token, self.head, self.column), turns if mask is None else turns & mask)
+        turn = load_masked(r.turns, (token, self.head, self.column), self.turning(mask))
         turn = turn - jnp.floor(turn + 0.5)
         return cosine(turn * _TURN), sine(turn * _TURN)
 
@@ -135,13 +139,7 @@ def reverse_rotated_keys_kernel(r, *, cut: Cut):
                 index = (token, at.input_row(), column)
                 store_masked(getattr(r, f"d_{name}"), index, jnp.sum(part, axis=0), at.mask(token, (cut.half,)))
             found.append((total[0] + d_x[0], total[1] + d_x[1]))
-        turns = at.column < cut.pairs
-        store_masked(
-            r.d_turns,
-            (at.row, token, at.head, at.column),
-            d_angle * _TURN,
-            turns if mask is None else turns & mask,
-        )
+        store_masked(r.d_turns, (at.row, token, at.head, at.column), d_angle * _TURN, at.turning(mask))
         return tuple(found)
 
     zero = jnp.zeros((cut.heads, cut.half), jnp.float32)
